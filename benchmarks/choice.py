@@ -152,8 +152,8 @@ def cached_s(layers: int, calls: int) -> tuple[float, float]:
     entry of a compiled model."""
     planner = planner_of(layers)
     workload = Workload(1, 8192, torch.bfloat16, True, 8)
-    guard = Guard(planner.plan, True, workload)
-    ask, enter = partial(planner.plan, workload), partial(guard, 1, 8192, True)
+    guard = Guard(planner.plan, True)
+    ask, enter = partial(planner.plan, workload), partial(guard, workload)
     asked_s, entered_s = ([seconds_of(call) for _ in range(calls)] for call in (ask, enter))
     return median(asked_s), median(entered_s)
 

@@ -27,7 +27,7 @@ from paradyse.distributed.together import Together
 from paradyse.passes.explain_numbers import made_by_cases
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planned_program import PlannedProgram
-from paradyse.profiling.step_reports import steps_of
+from paradyse.profiling.step_reports import calls_of
 from paradyse.runtime import registry
 from paradyse.runtime.backward import refuse_inside_backward
 from paradyse.runtime.call_weights import CallWeights
@@ -118,7 +118,7 @@ class Capture:
         self._agreed: Any = None
         """What the weights of the latest call were compared for, of the ranks and of replicas."""
         self._replicas_agree = False
-        self.steps = steps_of(self.weights.held())
+        self.calls = calls_of(self.weights.held())
         self._own_notes: list[str] = []
         self._program_notes: Sequence[str] = []
         self.graphs: Recent[tuple[Any, ...], PlannedProgram] = Recent()
@@ -187,7 +187,7 @@ class Capture:
         if self.weights.take(args):
             for graph in self.graphs.values():
                 self._lay_out(graph.program)
-        self.steps = steps_of(self.weights.held())
+        self.calls = calls_of(self.weights.held())
 
     def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> Call | None:
         """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""

@@ -28,7 +28,7 @@ from paradyse.distributed.failures import first_line
 from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import gathered_notes
-from paradyse.planning.alone import REPLICAS, SHARDED, Alone
+from paradyse.planning.alone import WHY_REPLICAS, WHY_SHARDED, Alone
 from paradyse.planning.costs import Machine
 from paradyse.planning.forms import leaves_open
 from paradyse.planning.gathered_work import ShareWatch
@@ -127,19 +127,33 @@ class Choice:
         """Bytes of the host that weights take, with all that belongs to them."""
         self._held_by_all: int | None = None
         """How many optimizers had stepped when ranks told each other what they hold."""
-        kept = bytes_kept(weights, axis)
-        known = self._machine, static, self.sharded, self.cost_model, head, kept
-        self.planner = Planner(options, self.blocks, axis.size, *known)
+        self.planner = Planner(
+            options,
+            self.blocks,
+            num_ranks=axis.size,
+            machine=self._machine,
+            static_bytes=static,
+            sharded=self.sharded,
+            cost_model=self.cost_model,
+            head=head,
+            kept_bytes=bytes_kept(weights, axis),
+        )
         in_group = isinstance(options.mesh, GroupMesh)
         self.splits = Splits(self.planner, IN_GROUP if in_group else "")
-        refused = SHARDED if self.sharded else REPLICAS if num_replicas > 1 else ""
+        refused = WHY_SHARDED if self.sharded else WHY_REPLICAS if num_replicas > 1 else ""
         self.alone = Alone(self.splits, refused)
         reduce_dtype = shards[0].reduce_dtype if shards else None
-        masks = describe_masks(self.blocks)
-        how = self.dtype, True, axis.size, masks, reduce_dtype
-        wide = at_rest if at_rest != self.dtype else None
-        like = Workload(0, 0, *how, weight_dtype=wide)
-        self.guard = Guard(self._plan, not callable(options.plan), like)
+        self._like = Workload(
+            batch=0,
+            seq_len=0,
+            dtype=self.dtype,
+            training=True,
+            num_ranks=axis.size,
+            mask=describe_masks(self.blocks),
+            reduce_dtype=reduce_dtype,
+            weight_dtype=at_rest if at_rest != self.dtype else None,
+        )
+        self.guard = Guard(self._plan, not callable(options.plan))
         self.uses = Uses()
         self._num_dropped = 0
         """Of the calls that ranks have dropped, those after which it was settled."""
@@ -152,10 +166,30 @@ class Choice:
             weakref.finalize(self, stepped.remove)
             # one replica's step has the waits for others
             if agreement is not None and options.plan == AUTO and num_replicas == 1:
-                given = agreement.first_says, self.guard.forget, self.uses.often
-                self.trials = trials = Trials(self.alone, *given)
+                self.trials = trials = Trials(
+                    self.alone, agreement.first_says, self.guard.forget, self.uses.often
+                )
                 self.guard.instead = self.trials.turn
                 self.feedback.pauses = lambda: trials.under_way
+
+    def workload(
+        self,
+        batch: int,
+        seq_len: int,
+        training: bool,
+        keeps_gradients: bool = False,
+        others: tuple[tuple[int, int], ...] = (),
+    ) -> Workload:
+        """``batch`` sequences of ``seq_len`` tokens, beside ``others``; ``training``: with
+        gradients, which are as ``keeps_gradients`` says."""
+        return replace(
+            self._like,
+            batch=batch,
+            seq_len=seq_len,
+            training=training,
+            keeps_gradients=keeps_gradients,
+            others=others,
+        )
 
     def watch(self, program: Program) -> None:
         """Warn of what ``program``, for which plans are chosen here, does beside its blocks."""
@@ -343,6 +377,7 @@ def choice_of(
         known = choices.of_weight.setdefault(weights[0], Recent())
     key = program, form, str(options), _content_of(options.cost_model)
     if key not in known:
-        given = options, axis, agreement, blocks, weights, head, num_replicas, computed_in
-        known[key] = Choice(*given)
+        known[key] = Choice(
+            options, axis, agreement, blocks, weights, head, num_replicas, computed_in
+        )
     return known[key]

@@ -62,9 +62,6 @@ OTHER_MESSAGES = (
     "together at other places than along the sequence"
 )
 
-Lengths = tuple[tuple[int, int], ...]
-"""(batch, tokens) of sequences."""
-
 
 class Captured(Protocol):
     """What a ``PlannedProgram`` asks of the capture that it is of (``backend.Capture``)."""
@@ -83,7 +80,7 @@ class Captured(Protocol):
     weights: CallWeights
     others: Sequence[Any] | None
     """Inputs of other sizes, to tell numbers made of a size by (``build_program``)."""
-    steps: Any
+    calls: Any
     """What reports the steps of the model; None: nobody asks."""
 
     def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> Call | None:
@@ -117,9 +114,17 @@ class PlannedProgram:
         self.blocks = describe_blocks(program)
         weights = capture.weights.held()
         text = fingerprint(program)
-        how = capture.options, self.axis, capture.agreement
-        rest = describe_head(program), capture.replicas.size, computed_in(program)
-        self.choice = choice_of(text, *how, self.blocks, weights, *rest)
+        self.choice = choice_of(
+            text,
+            capture.options,
+            self.axis,
+            capture.agreement,
+            self.blocks,
+            weights,
+            head=describe_head(program),
+            num_replicas=capture.replicas.size,
+            computed_in=computed_in(program),
+        )
         self.choice.watch(program)
         self._program_facts = {
             "how many outputs are asked for": len(tree_leaves(program.output)),
@@ -134,10 +139,9 @@ class PlannedProgram:
         if self.capture.agreement is not None:
             args = [_sendable(a) for a in args]
             call = self.capture.agree(args, self._facts(sizes, gradients))
-        shape = self._shape(sizes, gradients)
-        workload = self.choice.guard.workload(*shape)
+        workload = self._workload(sizes, gradients)
         if call is None:
-            return self._run(args, sizes, self._plan(shape), workload)
+            return self._run(args, sizes, self._plan(workload), workload)
         call.out_of_memory = partial(self.choice.ran_out, workload)
         schedule, device = self.program.schedule, self.program.device
         states = random_states(device) if schedule.is_random else []
@@ -145,7 +149,7 @@ class PlannedProgram:
 
         def compute() -> Any:
             self.choice.settle()
-            tried.append(self._plan(shape))
+            tried.append(self._plan(workload))
             return self._run(args, sizes, tried[-1], workload)
 
         try:
@@ -158,7 +162,7 @@ class PlannedProgram:
 
         def compute_again() -> Any:
             self.choice.settle()
-            safer = self._plan(shape)
+            safer = self._plan(workload)
             if safer in tried:
                 raise error
             log.warning("%s. This forward is run again by the plan %s", error, safer.key)
@@ -173,11 +177,11 @@ class PlannedProgram:
     ) -> Any:
         # counted before anything may raise on one rank alone: ranks run blocks together alike
         together = self.choice.begin(plan)
-        steps = self.capture.steps
-        if steps is None:
+        calls = self.capture.calls
+        if calls is None:
             return self._compute(args, sizes, plan, workload, together)
         device, predict = self.program.device, partial(self.choice.predict, plan, workload)
-        step = steps.begin(device, workload, plan, predict)
+        step = calls.begin(device, workload, plan, predict)
         if self.choice.trials is not None:
             self.choice.trials.began(step)
         try:
@@ -266,24 +270,25 @@ class PlannedProgram:
         finally:
             splits.describe = before
 
-    def _plan(self, shape: tuple[int, int, bool, bool, Lengths]) -> Plan:
-        """The guard's for a call of this ``shape``, which can be run."""
+    def _plan(self, workload: Workload) -> Plan:
+        """The guard's for ``workload``, which can be run."""
         with self.planning():
-            plan = self.choice.guard(*shape)
+            plan = self.choice.guard(workload)
             if plan.alone and self.alone is None:
                 log.warning("every rank cannot compute the whole: %s", OTHER_BLOCKS)
                 self.choice.refuse_alone(OTHER_BLOCKS)
-                plan = self.choice.guard(*shape)
+                plan = self.choice.guard(workload)
         return plan
 
-    def _shape(
-        self, sizes: Mapping[str, int], gradients: str
-    ) -> tuple[int, int, bool, bool, Lengths]:
-        """What the guard asks of a call that leaves ``gradients`` so."""
-        keeps_gradients = gradients != AT_ONCE
-        num_sequences = self.program.num_sequences(sizes)
-        others = self.program.other_lengths(sizes)
-        return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients, others
+    def _workload(self, sizes: Mapping[str, int], gradients: str) -> Workload:
+        """What is planned for a call that leaves ``gradients`` so."""
+        return self.choice.workload(
+            batch=self.program.num_sequences(sizes),
+            seq_len=sizes[WHOLE],
+            training=torch.is_grad_enabled(),
+            keeps_gradients=gradients != AT_ONCE,
+            others=self.program.other_lengths(sizes),
+        )
 
     def _gradients(self) -> str:
         """How the present call leaves gradients (``gradients_are``)."""

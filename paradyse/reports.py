@@ -20,7 +20,7 @@ from paradyse.planning.explain import PlanReport, explain_plan, short_key
 from paradyse.planning.gathered_work import gathered_work
 from paradyse.planning.tables import Rows, Shown, rich_table, text_table
 from paradyse.planning.units import format_bytes
-from paradyse.profiling.step_reports import StepReport, known_steps
+from paradyse.profiling.step_reports import StepReport, known_calls
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import VariantCache
@@ -143,7 +143,7 @@ def explain(
             if notes
             else "no graph of this model is known yet: run one step of the compiled model first"
         )
-    masks = [g.choice.guard.workload(1, 1, training=True).mask for _, g in graphs]
+    masks = [g.choice.workload(1, 1, training=True).mask for _, g in graphs]
     if mask not in (None, *masks):
         known = ", ".join(repr(m) for m in dict.fromkeys(masks))
         raise ValueError(
@@ -158,7 +158,7 @@ def explain(
         )
     others = tuple((batch_size, n) for n in other_lens)
     trains = torch.is_grad_enabled()
-    like = graph.choice.guard.workload(batch_size, seq_len, trains, others=others)
+    like = graph.choice.workload(batch_size, seq_len, trains, others=others)
     kernels = attention_kernels(graph.blocks, graph.choice.dtype, device_of(capture.axis.group))
     choice, program = graph.choice, graph.program
     notes = capture.notes_of(program.ctx.notes)
@@ -228,7 +228,7 @@ def stats(compiled_model: Model | MixedModel) -> Stats:
     guards = dict.fromkeys(g.choice.guard for _, g in graphs)
     used = [(at, n, plan) for g in guards for n, (at, plan) in g.used.items()]
     used.sort(key=lambda call: call[0])  # of one length in several graphs the latest call counts
-    known = known_steps(check_module(compiled_model).parameters())
+    known = known_calls(check_module(compiled_model).parameters())
     lasts = [s.last for s in known if s.last is not None]
     sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
     for t in traffic:

@@ -34,7 +34,7 @@ from paradyse.accelerator import (
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.mixed.batches import MixedBatches, MixedStep
 from paradyse.mixed.training import MixedModel
-from paradyse.profiling.step_reports import steps_of
+from paradyse.profiling.step_reports import calls_of
 from paradyse.runtime.registry import check_compiled
 from paradyse.token_scores import score_in_graph
 from paradyse.torch_private import compiled_call_of, original_module
@@ -234,9 +234,9 @@ class TrainerMixin(_Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's own, of ``logs`` of training with the latest call's, where they are wanted."""
-        steps = steps_of(list(self.model.parameters())) if self._log_steps else None
-        if "loss" in logs and steps is not None and steps.last is not None:
-            logs = logs | steps.last.scalars()
+        calls = calls_of(list(self.model.parameters())) if self._log_steps else None
+        if "loss" in logs and calls is not None and calls.last is not None:
+            logs = logs | calls.last.scalars()
         report = self._mixed.last if self._mixed is not None else None
         if "loss" in logs and report is not None and report.taken_s:
             logs = logs | {"tokens_per_s": report.num_tokens / report.taken_s}

@@ -76,8 +76,8 @@ FORECAST_FAULTS: tuple[Fault, ...] = (
     Fault(
         "the plan of a length is that of its first call",
         "paradyse/runtime/guard.py",
-        "        self.used[seq_len] = next(_numbers), plan",
-        "        self.used.setdefault(seq_len, (next(_numbers), plan))",
+        "        self.used[workload.seq_len] = next(_numbers), plan",
+        "        self.used.setdefault(workload.seq_len, (next(_numbers), plan))",
         (GUARD,),
     ),
     Fault(

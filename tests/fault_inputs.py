@@ -43,8 +43,8 @@ INPUT_FAULTS: tuple[Fault, ...] = (
     Fault(
         "a plan for other lengths of the other sequences",
         "paradyse/runtime/guard.py",
-        "key = (batch, seq_len, training, keeps_gradients, others)",
-        "key = (batch, seq_len, training, keeps_gradients)",
+        "self._known.get(workload)",
+        "next((p for w, p in self._known.items() if w.seq_len == workload.seq_len), None)",
         ("tests/runtime/test_guard.py",),
     ),
     Fault(

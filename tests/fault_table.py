@@ -383,8 +383,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "stale plan for another length",
         "paradyse/runtime/guard.py",
-        "key = (batch, seq_len, training, keeps_gradients, others)",
-        "key = (batch, training, keeps_gradients, others)",
+        "self._known.get(workload)",
+        "next((p for w, p in self._known.items() if w.training == workload.training), None)",
         ("tests/runtime/test_guard.py", "tests/test_dropin.py::test_dynamic"),
     ),
     Fault(

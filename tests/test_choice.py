@@ -84,7 +84,7 @@ def test_where_a_function_leaves_the_plan_open_memory_may_run_out() -> None:
         call(compiled, 9)
         keys.append(paradyse.stats(compiled).plan_per_length[9])
         choice = choice_of(compiled)
-        choice.ran_out(choice.guard.workload(2, 9, training=True))
+        choice.ran_out(choice.workload(2, 9, training=True))
     assert ["recompute" in key for key in keys] == [False, True]
 
 

@@ -18,7 +18,7 @@ from paradyse.distributed.together import Together
 from paradyse.mixed.batches import MixedStep, Share
 from paradyse.mixed.group_meshes import GroupMeshes
 from paradyse.mixed.step_reports import MixedReport, Stopwatch, with_times
-from paradyse.mixed.ways_file import REPLICATED, SHARDED, check_weights
+from paradyse.mixed.ways_file import SHARDED, WHOLE, check_weights
 from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.capture import check_shards
 from paradyse.runtime.registry import captures_of
@@ -108,7 +108,7 @@ class MixedModel:
             CollectiveError: a rank is gone.
         """
         if self._axis.size > 1:
-            check_weights(step.weights, SHARDED if self._is_sharded else REPLICATED)
+            check_weights(step.weights, SHARDED if self._is_sharded else WHOLE)
         together = Together(self._axis, "a step of MixedModel")
         together.compare({"the sequences": str(step.indices)})
         if self._axis.size > 1 and not self._are_equal:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paradyse.mixed.ways import Way
 
-SHARDED, REPLICATED = "sharded", "replicated"
+SHARDED, WHOLE = "sharded", "replicated"
 """How weights lie at rest."""
 
 
@@ -18,7 +18,7 @@ def write_ways(path: Path, ways: Sequence[Way], weights: str) -> None:
     """Write ``ways`` to ``path``, as JSON, in the place of what is there once all is written.
 
     Args:
-        weights: how they lie at rest: ``SHARDED`` or ``REPLICATED``.
+        weights: how they lie at rest: ``SHARDED`` or ``WHOLE``.
     """
     unfinished = path.with_name(f"{path.name}.tmp")
     text = json.dumps({"weights": weights, "ways": [asdict(w) for w in ways]}, indent=1)
@@ -36,7 +36,7 @@ def read_ways(path: str | Path) -> tuple[list[Way], str]:
     try:
         found = json.loads(file.read_text())
         weights, ways = found["weights"], [_way(w) for w in found["ways"]]
-        if weights not in (SHARDED, REPLICATED):
+        if weights not in (SHARDED, WHOLE):
             raise ValueError(f"weights are {str(weights)[:20]!r}")
     except OSError as e:
         raise ValueError(f"{file} cannot be read: {e.strerror}; give a file of ways") from e

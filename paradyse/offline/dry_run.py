@@ -136,8 +136,15 @@ class DryRun:
         tokens, or frames."""
         sequences = batch * math.prod(self.beside)
         others = tuple((sequences * seq_len // n, n) for n in self.beside)
-        how = dtype, True, self.num_ranks
-        return Workload(sequences, seq_len, *how, others=others, weight_dtype=self.weight_dtype)
+        return Workload(
+            sequences,
+            seq_len,
+            dtype,
+            training=True,
+            num_ranks=self.num_ranks,
+            others=others,
+            weight_dtype=self.weight_dtype,
+        )
 
     def block(self, block: BlockSpec, point: str) -> Sizes:
         """Memory of ``block`` under ``point``, all of it on the device."""

@@ -149,8 +149,16 @@ def ways_on_paper(
             costs = of_group = GroupCosts(run, machine, axis, num_ranks)
             least_s = of_group.messages_s(workload)
             options = replace(options, strategies=WHOLE_WEIGHTS)
-        known = static, sharded, cast(Any, costs), run.head
-        planner = Planner(options, run.blocks, degree, partial(_same, machine), *known)
+        planner = Planner(
+            options,
+            run.blocks,
+            degree,
+            partial(_same, machine),
+            static_bytes=static,
+            sharded=sharded,
+            cost_model=cast(Any, costs),
+            head=run.head,
+        )
         ways += ways_of(planner, workload, LONGEST, least_s)
     if not ways:
         raise ValueError(

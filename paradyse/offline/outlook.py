@@ -204,8 +204,16 @@ def look_ahead(
         options = Options(
             smoothing=0.0, levers=tuple(levers), memory_limit=memory, host_memory=host_memory
         )
-        known = run.static_bytes, sharded, costs, run.head
-        return Planner(options, run.blocks, run.num_ranks, lambda _: machine, *known)
+        return Planner(
+            options,
+            run.blocks,
+            run.num_ranks,
+            lambda _: machine,
+            static_bytes=run.static_bytes,
+            sharded=sharded,
+            cost_model=costs,
+            head=run.head,
+        )
 
     planner = planner_with(levers)
 

@@ -19,9 +19,9 @@ from paradyse.planning.tried import Tried
 from paradyse.planning.units import describe_workload
 from paradyse.types import REPLICATED, Plan, Point, Workload
 
-SHARDED = "weights are sharded over the ranks, and none has all of them"
+WHY_SHARDED = "weights are sharded over the ranks, and none has all of them"
 OTHER_BLOCKS = "the graph has other blocks on one rank than on several"
-REPLICAS = "ranks are arranged in replicas, of which each averages gradients with the others"
+WHY_REPLICAS = "ranks are arranged in replicas, of which each averages gradients with the others"
 
 
 class Alone:

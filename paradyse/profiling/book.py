@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch.distributed as dist
-
-from paradyse.distributed import collectives
-from paradyse.distributed.axis import resolve_axis
+from paradyse.distributed.together import Together
 from paradyse.planning.profile_file import (
     MEASURED,
     OVER_LIMIT,
@@ -20,46 +17,14 @@ from paradyse.planning.profile_file import (
     read_profile,
     remove,
 )
-from paradyse.profiling.steps import Part
-
-T = TypeVar("T")
-
-
-def is_first() -> bool:
-    """Whether this process writes the file and reports."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def everyone(mine: T) -> list[T]:
-    """What every rank gives as ``mine``, on all of them in the order of ranks."""
-    return collectives.gather_objects(mine, resolve_axis(), collectives.PROFILE)
-
-
-def from_first(make: Callable[[], T]) -> T:
-    """What ``make`` returns on the rank that writes, on all ranks.
-
-    Raises:
-        ValueError, OSError: as ``make`` did there.
-        RuntimeError: it raised anything else.
-    """
-    made: T | None = None
-    error: Exception | None = None
-    if is_first():
-        try:
-            made = make()
-        except Exception as e:  # whatever it is, the other ranks must hear of it
-            known = isinstance(e, ValueError | OSError)
-            error = e if known else RuntimeError(f"{type(e).__name__}: {e}")
-    out, error = everyone((made, error))[0]
-    if error is not None:
-        raise error
-    return cast(T, out)
+from paradyse.profiling.steps import PartKey
 
 
 class Book:
     """The file: what is known, on all ranks alike, and what is written by the first.
 
     Args:
+        together: the ranks that measure.
         path: of the file.
         header: of what is measured now.
         batch, training: likewise; what the file has of others stays as it is.
@@ -69,12 +34,19 @@ class Book:
     """
 
     def __init__(
-        self, path: Path, header: Header, batch: int, training: bool, overwrite: bool
+        self,
+        together: Together,
+        path: Path,
+        header: Header,
+        batch: int,
+        training: bool,
+        overwrite: bool,
     ) -> None:
+        self._together = together
         self.path, self.header, self.overwrite = path, header, overwrite
         self.batch, self.training = batch, training
-        self.known: dict[tuple[Part, int], Measurement] = {}
-        for m in from_first(self._kept):
+        self.known: dict[tuple[PartKey, int], Measurement] = {}
+        for m in self._together.first(self._kept):
             if m.batch == batch and m.training == training:
                 self.known[(m.structure, m.kind, m.strategy), m.seq_len] = m
 
@@ -91,19 +63,19 @@ class Book:
                 remove(self.path)
             append(self.path, self.header)
 
-        from_first(make)
+        self._together.first(make)
 
-    def get(self, part: Part, seq_len: int) -> Measurement | None:
+    def get(self, part: PartKey, seq_len: int) -> Measurement | None:
         """What was measured of ``part`` at ``seq_len`` tokens, if it was not over the limit."""
         found = self.known.get((part, seq_len))
         return found if found is not None and found.outcome == MEASURED else None
 
-    def was_over(self, part: Part, before: int) -> bool:
+    def was_over(self, part: PartKey, before: int) -> bool:
         """Whether ``part`` was over the limit at a length below ``before``."""
         rows = self.known.items()
         return any(m.outcome == OVER_LIMIT for (p, n), m in rows if p == part and n < before)
 
-    def add(self, seq_len: int, rows: Mapping[Part, Mapping[str, Any]]) -> None:
+    def add(self, seq_len: int, rows: Mapping[PartKey, Mapping[str, Any]]) -> None:
         """Write down ``rows``, the fields of each part, as measured at ``seq_len`` tokens."""
         made = [
             Measurement(*part, self.batch, seq_len, self.training, **fields)
@@ -111,4 +83,4 @@ class Book:
         ]
         for part, m in zip(rows, made, strict=True):
             self.known[part, seq_len] = m
-        from_first(lambda: append(self.path, self.header, made))
+        self._together.first(lambda: append(self.path, self.header, made))

@@ -24,7 +24,7 @@ import numpy as np
 from paradyse.planning.corrections import along
 from paradyse.planning.measured import CostModel
 from paradyse.planning.profile_file import MEASURED, OVER_LIMIT, REST, Measurement
-from paradyse.profiling.steps import REST_PART, Part, Steps
+from paradyse.profiling.steps import REST_PART, PartKey, Steps
 from paradyse.types import HEAD, BlockSpec
 
 SETTLED = 0.003
@@ -34,7 +34,7 @@ REACH = 4
 """No length that is more than so many times the longest that was measured, unless it is the next:
 what a step needs is known only from shapes there."""
 
-Known = Mapping[tuple[Part, int], Measurement]
+Known = Mapping[tuple[PartKey, int], Measurement]
 """What was measured, of a part at a length."""
 
 
@@ -169,7 +169,7 @@ class Contest:
     def _turn(self, n: int, view: _View, left_s: float) -> Turn | None:
         """The points that are worth measuring at length ``n``, as many as there is time for."""
         names = self._open(n, view)
-        total_s, gains = 0.0, dict[Part, float]()
+        total_s, gains = 0.0, dict[PartKey, float]()
         for block, count in self._blocks if names else ():
             times, deviation = view.times(block, names, n)
             best, lost = lost_s(times, deviation)
@@ -201,10 +201,10 @@ class _View:
     def __init__(self, known: Known, model: CostModel, steps: Steps) -> None:
         self._known, self._model, self._steps = known, model, steps
 
-    def has(self, part: Part, n: int) -> bool:
+    def has(self, part: PartKey, n: int) -> bool:
         return (part, n) in self._known
 
-    def parts(self, name: str) -> list[Part]:
+    def parts(self, name: str) -> list[PartKey]:
         """Of the blocks in a step under the point."""
         return list(dict.fromkeys(self._steps.part(b, name) for b in self._steps.blocks))
 

@@ -184,7 +184,7 @@ class SavedMemory(Probe):
         return [Level(held, max(held, before)) for held, before in pairs]
 
 
-class HostMemory(Probe):
+class HostAllocations(Probe):
     """The CPU allocator keeps no statistics, but tells the profiler of every piece of memory."""
 
     NAME = "paradyse mark"

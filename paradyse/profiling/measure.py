@@ -31,12 +31,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from paradyse.config import check_count, check_levers, parse_options
+from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.failures import is_out_of_memory
+from paradyse.distributed.together import Together
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.attribution import caused_s
 from paradyse.planning.costs import BlockCost, Machine, peak_bytes
@@ -52,12 +54,14 @@ from paradyse.planning.profile_file import (
     read_profile,
 )
 from paradyse.planning.units import dtype_name
-from paradyse.profiling.book import Book, everyone, from_first
+from paradyse.profiling.book import Book
 from paradyse.profiling.contest import Contest, Turn
 from paradyse.profiling.marks import StepMemory
-from paradyse.profiling.steps import REST_PART, MakeBatch, Part, Steps, static_bytes
+from paradyse.profiling.steps import REST_PART, MakeBatch, PartKey, Steps, static_bytes
 from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point
 from paradyse.weights.shard import Model, check_module
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +153,7 @@ def profile(
     asked = parse_options({"strategies": strategies, "memory_limit": memory_limit})
     limit = asked.memory_limit
     steps = Steps(module, options or {}, batch, training, make_batch)
+    together = Together(resolve_axis(), "measuring a profile")
     strategies = asked.splitting if steps.axis.size > 1 else (REPLICATED,)
     names = [str(Point(s, of)) for of in ((), *sets) for s in strategies]
 
@@ -164,7 +169,7 @@ def profile(
             machine=asdict(machine),
             memory_limit=limit,
         )
-        return machine, Book(Path(path), header, batch, training, overwrite)
+        return machine, Book(together, Path(path), header, batch, training, overwrite)
 
     expected, (machine, book) = steps.dtype, begin()
     lengths = sorted(set(lengths))
@@ -172,7 +177,7 @@ def profile(
         progress = Progress.show
 
     def tell(now: Progress) -> None:
-        from_first(lambda: None if progress is None else progress(now))
+        together.first(lambda: None if progress is None else progress(now))
 
     schedule = _Schedule(lengths, names, tell)
     with steps.prepared():
@@ -183,16 +188,16 @@ def profile(
         most = limit or machine.capacity_bytes or math.inf
         if seconds is not None:
             contest = Contest(steps, lengths, names, partial(_timing_s, repeats))
-            schedule = _OfWhatDecides(contest, book, seconds, tell)
+            schedule = _OfWhatDecides(contest, book, seconds, tell, together)
         for seq_len, in_turn in schedule.turns():
-            row = _Row(steps, book, in_turn, most, seq_len, machine)
+            row = _Row(steps, book, in_turn, most, seq_len, machine, together)
             for name in in_turn:
                 with schedule.preparing(seq_len, name):
                     row.prepare(name)
             row.time(repeats)
             row.close()
     tell(schedule.end())
-    return from_first(lambda: read_profile(path))
+    return together.first(lambda: read_profile(path))
 
 
 def _check(
@@ -256,12 +261,14 @@ class _OfWhatDecides(_Schedule):
         book: Book,
         seconds: int,
         tell: Callable[[Progress], object],
+        together: Together,
     ) -> None:
+        self._together = together
         self._contest, self._book, self._tell = contest, book, tell
         self._end_s, self._total = time.perf_counter() + seconds, seconds
 
     def turns(self) -> Iterator[tuple[int, Sequence[str]]]:
-        while (turn := from_first(self._next)) is not None:
+        while (turn := self._together.first(self._next)) is not None:
             log.info("measured next: %s", turn)
             yield turn.seq_len, turn.names
 
@@ -303,8 +310,8 @@ ADDED_UP = ("forward_s", "backward_s", "saved_bytes")
 
 
 class _Row:
-    """The measurements at one length, of steps under the points ``names`` up to ``limit`` bytes;
-    ``machine`` is that of the header."""
+    """The measurements at one length, of steps under the points ``names`` up to ``limit`` bytes,
+    on the ranks ``together``; ``machine`` is that of the header."""
 
     def __init__(
         self,
@@ -314,22 +321,24 @@ class _Row:
         limit: float,
         seq_len: int,
         machine: Machine,
+        together: Together,
     ) -> None:
+        self._together = together
         self.steps, self.book, self.seq_len = steps, book, seq_len
         self.names, self.limit, self.machine = names, limit, machine
         self.timed: list[str] = []
         """Those of ``names`` that are to be timed."""
-        self.samples: dict[Part, dict[str, list[Any]]] = {}
+        self.samples: dict[PartKey, dict[str, list[Any]]] = {}
         """What this rank saw of the blocks of each part, by field of a measurement."""
         self.over = {
             name for name in names if any(book.was_over(p, seq_len + 1) for p in self._parts(name))
         }
 
-    def _parts(self, name: str) -> list[Part]:
+    def _parts(self, name: str) -> list[PartKey]:
         """What a step under the point is made of, beside the rest; each once, the head last."""
         return list(dict.fromkeys(self.steps.part(of, name) for of in self.steps.parts))
 
-    def _missing(self, parts: Iterable[Part]) -> list[Part]:
+    def _missing(self, parts: Iterable[PartKey]) -> list[PartKey]:
         return [p for p in parts if (p, self.seq_len) not in self.book.known]
 
     def prepare(self, name: str) -> None:
@@ -348,7 +357,7 @@ class _Row:
                     self._prepare(name)
         repeats = dict.fromkeys(self.timed, least)
         for name in repeats:
-            often = math.ceil(LEAST_S / max(everyone(self._time(name))))
+            often = math.ceil(LEAST_S / max(self._of_ranks(self._time(name))))
             repeats[name] = max(least, min(often, MOST_REPEATS * least))
         for i in range(1, max(repeats.values(), default=0)):
             for name in [name for name, n in repeats.items() if i < n]:
@@ -358,7 +367,7 @@ class _Row:
             {field: SUMMARIES[field](values) for field, values in self.samples[p].items()}
             for p in missing
         ]
-        ranks = zip(*everyone(mine), strict=True)
+        ranks = zip(*self._of_ranks(mine), strict=True)
         fields = [{name: max(r[name] for r in of) for name in of[0]} for of in ranks]
         self.book.add(self.seq_len, dict(zip(missing, fields, strict=True)))
 
@@ -371,7 +380,7 @@ class _Row:
     def _prepare(self, name: str) -> None:
         if name in self.over:
             return
-        over = any(everyone(self._predicted_peak(name) > self.limit))
+        over = any(self._of_ranks(self._predicted_peak(name) > self.limit))
         memory = None if over else self._memory(name)
         if memory is None:
             self.over.add(name)
@@ -383,6 +392,10 @@ class _Row:
         self._note(name, "ahead_bytes", memory.ahead_bytes)
         heads = (i for i, of in self.steps.part_of.items() if isinstance(of, HeadSpec))
         self._note(name, "floor_bytes", {next(heads, -1): memory.floor_bytes})
+
+    def _of_ranks(self, mine: T) -> list[T]:
+        """What every rank gives as ``mine``, in the order of ranks."""
+        return self._together.each(lambda: mine)
 
     def _time(self, name: str) -> float:
         """Seconds of one step, in which it notes what the parts took."""
@@ -432,7 +445,7 @@ class _Row:
             over = True
         if over:
             self.steps.free()
-        return None if any(everyone(over)) else memory
+        return None if any(self._of_ranks(over)) else memory
 
     def _predicted_peak(self, name: str) -> float:
         """By growth between the two lengths before; in proportion to the length after one."""

@@ -149,7 +149,7 @@ class StepReport(Shown):
         return f"call {self.number}: {size}, {' and '.join(names)}{with_levers}, {took}"
 
 
-class Steps:
+class Calls:
     """The calls of one model: the latest, the one under way, and who wants to know of them."""
 
     def __init__(self) -> None:
@@ -181,8 +181,16 @@ class Steps:
         switched = self._plan is not None and plan != self._plan
         self.num_switches += switched
         self._plan = plan
-        given = self, Clock(device), self.num_calls, workload, plan, switched, follows, predict
-        self._open = CallUnderWay(*given)
+        self._open = CallUnderWay(
+            self,
+            Clock(device),
+            self.num_calls,
+            workload,
+            plan,
+            switched=switched,
+            follows=follows,
+            predict=predict,
+        )
         return self._open
 
     def close(self) -> None:
@@ -201,7 +209,7 @@ class Steps:
 class CallUnderWay:
     """A call, and what is told of it once it is over."""
 
-    steps: Steps
+    calls: Calls
     clock: Clock
     number: int
     workload: Workload
@@ -218,14 +226,14 @@ class CallUnderWay:
     _over: bool = False
 
     def __post_init__(self) -> None:
-        self.num_switches = self.steps.num_switches
+        self.num_switches = self.calls.num_switches
         self.clock.note()
 
     def failed(self) -> None:
         """Forward raised: nothing is told of it."""
         self._over = True
-        if self.steps._open is self:
-            self.steps._open = None
+        if self.calls._open is self:
+            self.calls._open = None
 
     def forward_ended(self, outputs: Any, device: torch.device) -> None:
         """Forward gave ``outputs``, on ``device``."""
@@ -262,28 +270,28 @@ class CallUnderWay:
             _seconds=self.clock.read,
             _predict=self.predict,
         )
-        self.steps.ended(self.report)
+        self.calls.ended(self.report)
 
 
-_STEPS = WeakTensorKeyDictionary()
-"""Parameter -> the ``Steps`` of its model."""
+_CALLS = WeakTensorKeyDictionary()
+"""Parameter -> the ``Calls`` of its model."""
 
 
-def steps_of(parameters: Sequence[Tensor]) -> Steps | None:
+def calls_of(parameters: Sequence[Tensor]) -> Calls | None:
     """Those of the model with ``parameters``, made when first asked for; None without any."""
     for p in parameters:
-        if p in _STEPS:
-            found: Steps = _STEPS[p]
+        if p in _CALLS:
+            found: Calls = _CALLS[p]
             return found
     if not parameters:
         return None
-    made = _STEPS[parameters[0]] = Steps()
+    made = _CALLS[parameters[0]] = Calls()
     return made
 
 
-def known_steps(parameters: Iterable[Tensor]) -> list[Steps]:
+def known_calls(parameters: Iterable[Tensor]) -> list[Calls]:
     """Those of all models that have some of ``parameters``, of calls so far or watched for."""
-    return list(dict.fromkeys(_STEPS[p] for p in parameters if p in _STEPS))
+    return list(dict.fromkeys(_CALLS[p] for p in parameters if p in _CALLS))
 
 
 def on_step(model: Model, callback: Callback) -> Callable[[], None]:
@@ -311,13 +319,13 @@ def on_step(model: Model, callback: Callback) -> Callable[[], None]:
     parameters = list(check_module(model).parameters())
     if not callable(callback):
         raise ValueError(f"give a function of a StepReport, not {callback!r}")
-    steps = steps_of(parameters)
-    if steps is None:
+    calls = calls_of(parameters)
+    if calls is None:
         raise ValueError("the model has no parameters, so no call of it is known by them")
     for p in parameters:
-        _STEPS.setdefault(p, steps)
+        _CALLS.setdefault(p, calls)
     # Graphs that have run before may each have their own, where they share no parameters.
-    known = known_steps(parameters)
+    known = known_calls(parameters)
     for of_graph in known:
         of_graph.callbacks.append(callback)
 

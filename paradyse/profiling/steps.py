@@ -24,7 +24,7 @@ from paradyse.profiling.marks import (
     START,
     Clock,
     DeviceMemory,
-    HostMemory,
+    HostAllocations,
     StepMemory,
     StepTimes,
     Watch,
@@ -53,10 +53,10 @@ MakeBatch = Callable[[int, int], Mapping[str, Any]]
 """From (batch, seq_len) to the keyword arguments of one call, equal on all ranks."""
 
 
-Part = tuple[str, str, str]
+PartKey = tuple[str, str, str]
 """Structure, kind and variant: what is measured at each length."""
 
-REST_PART: Part = ("", REST, "")
+REST_PART: PartKey = ("", REST, "")
 """All that is in no block."""
 
 
@@ -202,10 +202,16 @@ class Steps:
 
     def workload(self, seq_len: int) -> Workload:
         """The planner's ``Workload`` of a step of ``seq_len`` tokens."""
-        at_rest, how = self.parameters[0].dtype, (self.dtype, self.training, self.axis.size)
-        wide = at_rest if at_rest != self.dtype else None
-        reduced = self.reduce_dtype
-        return Workload(self.batch, seq_len, *how, reduce_dtype=reduced, weight_dtype=wide)
+        at_rest = self.parameters[0].dtype
+        return Workload(
+            self.batch,
+            seq_len,
+            self.dtype,
+            self.training,
+            num_ranks=self.axis.size,
+            reduce_dtype=self.reduce_dtype,
+            weight_dtype=at_rest if at_rest != self.dtype else None,
+        )
 
     def free(self) -> None:
         """Let go of what a step left behind that found no memory."""
@@ -228,7 +234,7 @@ class Steps:
             point = replace(point, strategy=block.feasible()[0])
         return replace(point, levers=()) if block.why_not(str(point)) else point
 
-    def part(self, of: BlockSpec | HeadSpec | None, name: str) -> Part:
+    def part(self, of: BlockSpec | HeadSpec | None, name: str) -> PartKey:
         """What is measured of ``of`` in a step under the point ``name``; None: of the rest."""
         if of is None:
             return REST_PART
@@ -287,9 +293,10 @@ def static_bytes(model: torch.nn.Module, training: bool) -> int:
 
 
 @contextmanager
-def _memory_probe(device: torch.device) -> Iterator[DeviceMemory | HostMemory]:
+def _memory_probe(device: torch.device) -> Iterator[DeviceMemory | HostAllocations]:
     gc.collect()
-    with collectives.settled(), DeviceMemory() if device.type == "cuda" else HostMemory() as probe:
+    watch = DeviceMemory() if device.type == "cuda" else HostAllocations()
+    with collectives.settled(), watch as probe:
         yield probe
 
 

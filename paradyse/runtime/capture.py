@@ -146,8 +146,16 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         env = next(iter(symbols.values())).node.shape_env
         return inputs(mixed) if moved <= others.keys() and allowed(env, mixed) else ()
 
-    numbers, traces = (tuple(scalars), tuple(scales)), (values, {**values, **others})
-    return TraceInputs(inputs(values), *numbers, symbols, shown, again, traces, merged)
+    return TraceInputs(
+        inputs(values),
+        scalars=tuple(scalars),
+        scales=tuple(scales),
+        symbols=symbols,
+        sizes=shown,
+        again=again,
+        traces=(values, {**values, **others}),
+        merged=merged,
+    )
 
 
 def as_tensor_of(number: Any) -> Tensor:
@@ -320,8 +328,7 @@ def serves(
     Args:
         gm, inputs, weights, options, axis, others: as of ``build_program``.
     """
-    how = weights, replace(options, dump=None), axis, None, others
-    again, _ = build_program(gm, inputs, *how)
+    again, _ = build_program(gm, inputs, weights, replace(options, dump=None), axis, others=others)
     return again is not None and _identity(again) == _identity(program)
 
 
@@ -376,8 +383,9 @@ def build_alone(
     Args:
         gm, inputs, weights, options, others: that ``like`` was built of.
     """
-    how = weights, replace(options, dump=None), SINGLE, ranks, others
-    program, _ = build_program(gm, inputs, *how)
+    program, _ = build_program(
+        gm, inputs, weights, replace(options, dump=None), SINGLE, ranks, others
+    )
     kinds = [step.block.kind for step in like.block_steps]
     if program is None or [step.block.kind for step in program.block_steps] != kinds:
         return None
@@ -402,8 +410,9 @@ def build_split(
     """
     # what cannot be split is a reason, and no error: the sequence may be split all the same
     of_split = replace(options, dump=None, on_unsupported="gather")
-    how = weights, of_split, like.axis, None, others, at_rest
-    program, ctx = build_program(gm, inputs, *how)
+    program, ctx = build_program(
+        gm, inputs, weights, of_split, like.axis, others=others, at_rest=at_rest
+    )
     if program is None:
         return None, "; ".join(ctx.notes)
     more = [note for note in ctx.notes if note not in like.ctx.notes]

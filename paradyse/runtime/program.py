@@ -80,7 +80,7 @@ class StepConstants:
 
 
 class Program:
-    """The steps of one capture. Built once per capture; variants are built on first use.
+    """The steps of one capture split along one dim; variants are built on first use.
 
     Args:
         gm: the graph after all passes.

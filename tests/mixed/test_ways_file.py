@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 from step_search import ways_by_formula
 
-from paradyse.mixed.ways_file import REPLICATED, SHARDED, check_weights, read_ways, write_ways
+from paradyse.mixed.ways_file import SHARDED, WHOLE, check_weights, read_ways, write_ways
 
 WAYS = ways_by_formula([1, 2, 3], 1000, 0.01)
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
-    write_ways(tmp_path / "ways.json", WAYS, REPLICATED)
-    assert read_ways(tmp_path / "ways.json") == (WAYS, REPLICATED)
+    write_ways(tmp_path / "ways.json", WAYS, WHOLE)
+    assert read_ways(tmp_path / "ways.json") == (WAYS, WHOLE)
 
 
 def test_ways_with_weights_that_lie_otherwise_are_refused() -> None:
     check_weights(SHARDED, SHARDED)
     check_weights("", SHARDED)
     with pytest.raises(ValueError, match="plan with --weights replicated"):
-        check_weights(SHARDED, REPLICATED)
+        check_weights(SHARDED, WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_ways_with_weights_that_lie_otherwise_are_refused() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_way_is_refused(change: dict[str, object], tmp_path: Path) -> None:
-    write_ways(tmp_path / "ways.json", WAYS, REPLICATED)
+    write_ways(tmp_path / "ways.json", WAYS, WHOLE)
     found = json.loads((tmp_path / "ways.json").read_text())
     found["ways"][1].update(change)
     (tmp_path / "ways.json").write_text(json.dumps(found))

@@ -9,7 +9,7 @@ import pytest
 from test_measured import planner_on, profile_of
 from test_planner import LONG, MACHINE, SHORT, model, planner
 
-from paradyse.planning.alone import REPLICAS, Alone
+from paradyse.planning.alone import WHY_REPLICAS, Alone
 from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.planning.splits import Splits
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, HeadSpec, Plan, Workload
@@ -35,7 +35,7 @@ def test_dear_messages_make_short_sequences_whole_and_cheap_ones_do_not() -> Non
 @pytest.mark.parametrize(
     "given",
     [
-        {"refused": REPLICAS},
+        {"refused": WHY_REPLICAS},
         {"strategies": ["megatron_cz", "metp"]},
         {"plan": "megatron_cz"},
         {"plan": {"attention": "auto", "mlp": "metp"}},

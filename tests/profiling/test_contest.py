@@ -22,7 +22,7 @@ from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import prior_cost
 from paradyse.planning.profile_file import MEASURED, OVER_LIMIT, Header, Measurement, Profile
 from paradyse.profiling.contest import REACH, SETTLED, Contest, Known, Turn, lost_s
-from paradyse.profiling.steps import REST_PART, Part, Steps
+from paradyse.profiling.steps import REST_PART, PartKey, Steps
 from paradyse.strategies import canonical_strategy
 from paradyse.types import ALONG_SEQUENCE, BlockSpec, HeadSpec, Workload
 
@@ -60,12 +60,12 @@ class Machine(Steps):
         }
         self.seconds = 0.0
         """Spent on measuring."""
-        self.known: dict[tuple[Part, int], Measurement] = {}
+        self.known: dict[tuple[PartKey, int], Measurement] = {}
 
     def workload(self, seq_len: int) -> Workload:
         return Workload(1, seq_len, torch.bfloat16, True, 4)
 
-    def part(self, of: BlockSpec | HeadSpec | None, name: str) -> Part:
+    def part(self, of: BlockSpec | HeadSpec | None, name: str) -> PartKey:
         assert isinstance(of, BlockSpec)
         return of.structure, of.kind, canonical_strategy(of.kind, name)
 
@@ -83,7 +83,7 @@ class Machine(Steps):
     def measure(self, turn: Turn) -> None:
         """Add what ``turn`` tells, and the time that it takes."""
 
-        def note(part: Part, seconds: float = 0.0, outcome: str = MEASURED) -> None:
+        def note(part: PartKey, seconds: float = 0.0, outcome: str = MEASURED) -> None:
             found = Measurement(*part, 1, turn.seq_len, True, outcome, seconds / 3, seconds / 1.5)
             self.known.setdefault((part, turn.seq_len), found)
 

@@ -33,7 +33,7 @@ from paradyse.profiling.marks import (
     SENT,
     START,
     TAKEN,
-    HostMemory,
+    HostAllocations,
     Level,
     StepTimes,
     Watch,
@@ -452,7 +452,7 @@ def test_gradients_under_way_are_workspace_and_what_the_caller_holds_is_none() -
 
 
 def test_host_memory_is_exact() -> None:
-    with HostMemory() as probe:
+    with HostAllocations() as probe:
         probe.note()
         x = torch.empty(1000, dtype=torch.uint8)
         y = torch.empty(500, dtype=torch.uint8)

@@ -349,7 +349,7 @@ def held(run: Run, seq_len: int) -> Any:
     from paradyse.profiling.marks import (
         END,
         START,
-        HostMemory,
+        HostAllocations,
         Watch,
         WatchedFrame,
         memory_of,
@@ -358,7 +358,7 @@ def held(run: Run, seq_len: int) -> Any:
 
     kept = run.graph.choice.feedback
     run.graph.choice.feedback = None
-    with HostMemory() as probe:
+    with HostAllocations() as probe:
         watch = Watch(probe)
         watch.mark(START)
         with frames_by(partial(WatchedFrame, watch)):
@@ -391,7 +391,7 @@ def train_underrated(steps: int) -> dict[str, Any]:
                 mlp = run.graph.program.block_steps[1].block_id
                 seen.setdefault("mlp", memory.saved_bytes[mlp])
         planner = run.graph.choice.planner
-        workload = run.graph.choice.guard.workload(1, UNDERRATED, True)
+        workload = run.graph.choice.workload(1, UNDERRATED, True)
         report = paradyse.explain(run.compiled, 1, UNDERRATED)
         seen["mlp as corrected"] = planner.costs(workload)[1]["ulysses_z"].saved_bytes
         seen["static"] = {row.strategy: row for row in report.static_plans}["ulysses_z"]

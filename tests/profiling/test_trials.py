@@ -293,7 +293,7 @@ def trained() -> tuple[set[str], list[bool], list[tuple[bool, bool]], dict[str, 
                 half = len(choice.planner.blocks) // 2
                 choice.trials._ran |= dict.fromkeys(Plan((s, Z) * half) for s in (Z, U))
             taken.add(choice.guard._last.strategies[0])
-            expected = choice.alone.tried.expected_s(choice.guard.workload(1, 16, training=True))
+            expected = choice.alone.tried.expected_s(choice.workload(1, 16, training=True))
             if expected:
                 break
             with torch.no_grad():  # as samples are scored before they are learned from

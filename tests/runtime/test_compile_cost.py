@@ -90,9 +90,9 @@ def ask_guard_again(plan: str) -> bool:
     def plan_again(workload: Any) -> Any:
         raise AssertionError("the workload was seen before")
 
-    guard = graph.choice.guard
+    guard, workload = graph.choice.guard, graph.choice.workload(2, 16, True)
     guard._plan = plan_again
-    return guard(2, 16, True) is guard(2, 16, True)
+    return guard(workload) is guard(workload)
 
 
 @pytest.mark.broad(but="ulysses_z")

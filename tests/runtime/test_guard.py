@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from models import make_batch, make_model
 
@@ -9,7 +11,9 @@ import paradyse
 from paradyse.runtime.guard import Guard
 from paradyse.types import Plan, Workload
 
-LIKE = Workload(0, 0, torch.float32, True, 2, "causal")
+
+def work(batch: int, seq_len: int, training: bool = True, **rest: Any) -> Workload:
+    return Workload(batch, seq_len, torch.float32, training, 2, "causal", **rest)
 
 
 class Plans:
@@ -25,46 +29,45 @@ class Plans:
 
 def test_a_workload_seen_before_costs_a_look_up() -> None:
     plans = Plans()
-    guard = Guard(plans, True, LIKE)
-    made = guard(2, 7, True)
-    assert guard(2, 7, True) is made
-    guard(2, 7, False)
-    assert plans.asked == [guard.workload(2, 7, True), guard.workload(2, 7, False)]
-    assert plans.asked[0].num_ranks == 2 and plans.asked[0].mask == "causal"
+    guard = Guard(plans, True)
+    made = guard(work(2, 7))
+    assert guard(work(2, 7)) is made
+    guard(work(2, 7, False))
+    assert plans.asked == [work(2, 7), work(2, 7, False)]
 
 
 def test_the_lengths_of_other_sequences_count() -> None:
     plans = Plans()
-    guard = Guard(plans, True, LIKE)
+    guard = Guard(plans, True)
     for others in (((2, 5),), ((2, 6),), ((2, 5),)):
-        guard(2, 7, True, others=others)
+        guard(work(2, 7, others=others))
     assert [w.others for w in plans.asked] == [((2, 5),), ((2, 6),)]
     assert plans.asked[0].lengths == "7 and 5"
 
 
 def test_a_function_is_asked_at_every_call_and_forgotten_plans_anew() -> None:
     plans = Plans()
-    guard = Guard(plans, False, LIKE)
+    guard = Guard(plans, False)
     for _ in range(3):
-        guard(2, 7, True)
+        guard(work(2, 7))
     assert len(plans.asked) == 3
-    fixed = Guard(plans, True, LIKE)
-    fixed(2, 7, True)
+    fixed = Guard(plans, True)
+    fixed(work(2, 7))
     fixed.forget()
-    fixed(2, 7, True)
+    fixed(work(2, 7))
     assert len(plans.asked) == 5
 
 
 def test_switches_are_counted_and_lengths_remembered() -> None:
-    guard = Guard(Plans(), True, LIKE)
+    guard = Guard(Plans(), True)
     for length in (7, 9, 200, 300, 7):
-        guard(1, length, True)
+        guard(work(1, length))
     assert guard.num_switches == 2
     assert guard.plan_of == {7: "megatron_cz", 9: "megatron_cz", 200: "metp", 300: "metp"}
 
 
 def test_the_plan_of_a_length_is_that_of_its_latest_call() -> None:
-    guard = Guard(lambda w: Plan(("metp" if w.training else "dsp",) * w.batch), True, LIKE)
+    guard = Guard(lambda w: Plan(("metp" if w.training else "dsp",) * w.batch), True)
     for batch, training, plan in (
         (1, True, "metp"),
         (1, False, "dsp"),
@@ -72,7 +75,7 @@ def test_the_plan_of_a_length_is_that_of_its_latest_call() -> None:
         (2, True, "metp,metp"),
         (1, True, "metp"),
     ):
-        guard(batch, 7, training)
+        guard(work(batch, 7, training))
         assert guard.plan_of == {7: plan}
 
 
@@ -87,15 +90,15 @@ def test_of_one_length_in_several_graphs_the_latest_call_counts() -> None:
 
 
 def test_lengths_without_end_take_bounded_memory() -> None:
-    guard = Guard(Plans(), True, LIKE)
+    guard = Guard(Plans(), True)
     for length in range(2000):
-        guard(1, length, True)
+        guard(work(1, length))
     assert len(guard._known) <= 512 and len(guard.used) <= 512
 
 
 def test_another_plan_may_run_instead() -> None:
     plans, asked = Plans(), list[tuple[Plan, Workload]]()
-    guard = Guard(plans, True, LIKE)
+    guard = Guard(plans, True)
     other = Plan(("ulysses_z",))
 
     def instead(plan: Plan, workload: Workload) -> Plan:
@@ -105,7 +108,7 @@ def test_another_plan_may_run_instead() -> None:
     guard.instead = instead
     chosen = Plan(("megatron_cz",))
     for plan in (chosen, other, chosen):
-        assert guard(1, 7, True) == plan
+        assert guard(work(1, 7)) == plan
         assert guard.plan_of[7] == plan.key
-    assert asked == [(chosen, guard.workload(1, 7, True))] * 3
+    assert asked == [(chosen, work(1, 7))] * 3
     assert len(plans.asked) == 1 and guard.num_switches == 2

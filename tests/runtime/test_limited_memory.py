@@ -55,7 +55,7 @@ def under_a_limit() -> tuple[list[str], list[str], bool]:
     free = compiled_with(model, levers=["recompute"])
     gradients(free, model, LONG)
     choice = graph_of(free).choice
-    work = choice.guard.workload(2, LONG, True)
+    work = choice.workload(2, LONG, True)
     need = choice.planner.predict(choice.planner.plan(work), work)[1]
     least = choice.planner.least_bytes(work)
     kept = saved_bytes(free, model)

@@ -206,7 +206,7 @@ def more_bytes(levers: str) -> tuple[int, int]:
             run_step(compiled, model, batch)
             counted.append(sent() - before)
         (graph,) = (g for c in captures_of(compiled) for g in c.graphs.values())
-        workload = graph.choice.guard.workload(2, 12, True)
+        workload = graph.choice.workload(2, 12, True)
         (costs,) = graph.choice.planner._predicted_head(workload)
         predicted = [costs[v].comm_bytes for v in ("", levers)]
     return counted[1] - counted[0], predicted[1] - predicted[0]

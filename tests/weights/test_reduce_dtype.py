@@ -147,7 +147,7 @@ def reductions(
         patch.setattr(collectives, "reduce_to", note_reduce)
         loss.backward()
     (graph,) = (g for c in captures_of(compiled) for g in c.graphs.values())
-    assert graph.choice.guard.workload(1, 8, True).reduce_dtype == (reduce_dtype or dtype)
+    assert graph.choice.workload(1, 8, True).reduce_dtype == (reduce_dtype or dtype)
     sent = paradyse.stats(compiled).bytes_per_collective
     grads = {n: whole(p.grad) for n, p in model.named_parameters()}
     assert {g.dtype for g in grads.values()} == {dtype}
