@@ -121,6 +121,8 @@ class Choice:
         self.dtype = computed_in or at_rest
         self.cost_model = self._cost_model()
         self._rates: Machine | None = None
+        self._known_rates: set[torch.dtype] = set()
+        """Dtypes whose rates plans were compared by."""
         self.optimizers = OptimizersSeen(weights)
         static = self.optimizers.static_bytes()
         self._on_host = self.optimizers.static_bytes(on_host=True)
@@ -215,6 +217,7 @@ class Choice:
     def _machine(self, dtype: torch.dtype) -> Machine:
         """The rates, and of the host the memory that weights leave there."""
         machine = self._measured(dtype)
+        self._known_rates.add(dtype)
         if not self._on_host or machine.host_capacity_bytes is None:
             return machine
         return replace(machine, host_capacity_bytes=machine.host_capacity_bytes - self._on_host)
@@ -301,8 +304,9 @@ class Choice:
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int] | None:
         """Seconds and peak bytes of ``plan`` for ``workload`` as the planner compared them; None
-        where nothing was chosen, since asking then would send messages."""
-        return self.splits.predict(plan, workload) if self.planner.chooses else None
+        where nothing was, as asking for rates that are not known yet would send messages."""
+        is_known = workload.dtype in self._known_rates
+        return self.splits.predict(plan, workload) if is_known else None
 
     def ran_out(self, workload: Workload) -> None:
         """A rank ran out of memory at ``workload``: from now on its plan is the smallest."""

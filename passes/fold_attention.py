@@ -28,7 +28,6 @@ from paradyse.passes.score_terms import (
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
-_SWAPS = (aten.transpose.int, aten.mT.default, aten.permute.default)
 
 
 def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
@@ -144,12 +143,10 @@ def _call(
 ) -> AttentionCall | None:
     """The operator's arguments, the mask as one dense bias; None where it does not compute this."""
     keys = below_casts(scores.keys)
-    if not isinstance(keys, fx.Node) or keys.target not in _SWAPS:
+    if not isinstance(keys, fx.Node) or not (
+        _swaps_last(keys) or keys.target is aten.permute.default
+    ):
         return None
-    if keys.target is not aten.permute.default and keys.target is not aten.mT.default:
-        n = len(shape_of(keys))
-        if {d % n for d in keys.args[1:]} != {n - 2, n - 1}:
-            return None
     given = scores.q, keys, product.args[1]
     ranks = {len(shape_of(x)) for x in given}
     if ranks not in ({3}, {4}):
@@ -192,13 +189,23 @@ def _below_widening(x: fx.Node) -> fx.Node:
     return x
 
 
+def _swaps_last(x: fx.Node) -> bool:
+    """Whether ``x`` is another value with its last two dims swapped, and nothing else."""
+    n = len(shape_of(x))
+    if x.target is aten.permute.default:
+        return [d % n for d in x.args[1]] == [*range(n - 2), n - 1, n - 2]
+    if x.target is aten.transpose.int:
+        return {d % n for d in x.args[1:]} == {n - 2, n - 1}
+    return x.target is aten.mT.default
+
+
 def _batch_and_heads(given: Sequence[fx.Node]) -> tuple[int, int] | None:
     """B and H of q, k transposed, and v, which may have them in one dim."""
     if len(shape_of(given[0])) == 4:
         b, h, *_ = shape_of(given[0])
         return b, h
     for x in given:
-        source = _taken_together(x.args[0] if x.target in _SWAPS else x)
+        source = _taken_together(x.args[0] if _swaps_last(x) else x)
         if source is not None:
             b, h, *_ = shape_of(source)
             return b, h
@@ -219,7 +226,7 @@ def _taken_together(x: Any) -> fx.Node | None:
 def _four_dims(x: fx.Node, heads: tuple[int, int], emit: Emitter) -> fx.Node:
     if len(shape_of(x)) == 4:
         return x
-    if x.target in _SWAPS:
+    if _swaps_last(x):
         return emit.call(aten.transpose.int, (_four_dims(x.args[0], heads, emit), 2, 3))
     source = _taken_together(x)
     if source is not None and shape_of(source)[:2] == heads:
@@ -234,7 +241,7 @@ def _swapped(x: fx.Node, emit: Emitter) -> fx.Node:
         order = [*dims[:-2], dims[-1], dims[-2]]
         same = [d % len(dims) for d in order] == list(range(len(dims)))
         return x.args[0] if same else emit.call(aten.permute.default, (x.args[0], order))
-    return x.args[0] if x.target in _SWAPS else emit.call(aten.transpose.int, (x, 2, 3))
+    return x.args[0] if _swaps_last(x) else emit.call(aten.transpose.int, (x, 2, 3))
 
 
 def _mask(terms: Sequence[Term], q: tuple[int, ...], heads: tuple[int, int], emit: Emitter) -> Any:

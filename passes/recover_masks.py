@@ -274,6 +274,8 @@ class Recovery:
                     infinite = rest.infinite and number == float("-inf")
                     return replace(rest, seen=conj(rest.seen, shown), infinite=infinite)
         if mask.target is aten.unsqueeze.default and not is_ordinary(mask):
+            if args[1] % len(shape_of(mask)):  # below it dims are others, counted from the last
+                raise Unrecoverable("has a dim put between its own, behind numbers of a bias")
             return self._addends(args[0])
         if not is_ordinary(mask):
             raise Unrecoverable("holds numbers that are not known to be 0 or minus infinity")

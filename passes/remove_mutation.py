@@ -173,7 +173,7 @@ class _Memory:
             value = self._emit(node, aten.add.Scalar, value, argument(node, "mean"))
         else:
             functional = _functional(node.target)
-            if functional is None:
+            if functional is None or _changes_shape(node.target):
                 raise Untraceable(
                     f"operator {node.target} writes to its input and has no functional form here"
                 )
@@ -205,6 +205,11 @@ class _Memory:
             same = list(value.meta["val"].shape) == shape
             return value if same else self._emit(at, aten.reshape.default, value, shape)
         raise Untraceable(f"{at.target} writes into {view}, a view by {target}")
+
+
+def _changes_shape(target: Any) -> bool:
+    """Whether ``target`` writes no elements: what it is given is another view of them after it."""
+    return torch.Tag.inplace_view in target.tags and target is not aten.detach_.default
 
 
 def _functional(target: Any) -> Any:

@@ -170,6 +170,12 @@ def write_numbers(traced: fx.GraphModule) -> None:
             traced.graph.erase_node(lift)
 
 
+_VIEWS_IN_PLACE = {
+    f"{name}_": name for name in ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims")
+}
+"""Methods that change the shape of a tensor itself -> those that give a view of it."""
+
+
 class _Interpreter(fx.Interpreter):
     """Runs the bodies of checkpointed regions in place, and marks what they compute. Switches of
     autocast are made in earnest: the functions that Dynamo writes down for them do nothing where a
@@ -206,7 +212,12 @@ class _Interpreter(fx.Interpreter):
             return self._inside.pop().__exit__(None, None, None)
         if n.target is _OWN_GRADIENT:
             return apply_with_slope(*self.fetch_args_kwargs_from_env(n)[0])
-        return super().run_node(n)
+        out = super().run_node(n)
+        if n.op == "call_method" and n.target in _VIEWS_IN_PLACE:
+            # whoever reads the tensor itself from here on reads the view
+            viewed = self.fetch_args_kwargs_from_env(n)[0][0]
+            self.env |= {node: out for node, value in self.env.items() if value is viewed}
+        return out
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self.recompute:
@@ -218,7 +229,7 @@ class _Interpreter(fx.Interpreter):
             return args[0]  # an input that is given as the number
         if self.recompute:
             get_current_meta()["recompute"] = True
-        return super().call_method(target, args, kwargs)
+        return super().call_method(_VIEWS_IN_PLACE.get(target, target), args, kwargs)
 
 
 def users_inside(node: fx.Node) -> Iterator[fx.Node]:

@@ -9,6 +9,7 @@ from torch import fx
 
 from paradyse.graph.rules import argument
 from paradyse.graph.subgraph import draws
+from paradyse.passes.retrace import Untraceable
 from paradyse.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -20,6 +21,8 @@ _VIEWS = {
     aten.reshape.default,
     aten.view_copy.default,
 }
+_READ_MEMORY = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype}
+"""Views that only some layouts in memory have, or that show other elements of each."""
 _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.transpose.int}
 
 
@@ -40,7 +43,9 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
         return keep[0] if whole else None
     if not isinstance(_val(source), torch.Tensor) or not isinstance(out, torch.Tensor):
         return None
-    same = node.target in {aten.alias.default, aten.contiguous.default, aten.clone.default}
+    same = node.target is aten.alias.default
+    if node.target in (aten.contiguous.default, aten.clone.default):
+        same = not _is_read_as_it_lies(node)
     if node.target in _CASTS | {aten.reshape.default, aten.expand.default}:
         same = _same(_val(source), out)
     if node.target == aten.dropout.default:
@@ -52,6 +57,37 @@ def _may_alias(op: Any) -> bool:
     """Whether what ``op`` gives may share memory with what it is given."""
     schema = schema_of(op) if isinstance(op, OpOverload) else None
     return schema is None or any(r.alias_info is not None for r in schema.returns)
+
+
+def _is_read_as_it_lies(node: fx.Node) -> bool:
+    """Whether what ``node`` gives is read by an operator that counts on how it lies in memory."""
+    return any(
+        user.target in _READ_MEMORY or (_may_alias(user.target) and _is_read_as_it_lies(user))
+        for user in node.users
+    )
+
+
+def _lay_out(node: fx.Node) -> None:
+    """Have ``as_strided`` read a value that lies as in the trace, wherever it comes from.
+
+    Raises:
+        Untraceable: it reads what is not laid out without gaps, or memory beyond that.
+    """
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    x, out = _val(source), _val(node)
+    start = out.storage_offset() - x.storage_offset()
+    end = start + sum((n - 1) * stride for n, stride in zip(out.shape, out.stride()))
+    if not x.is_contiguous() or start < 0 or end >= x.numel():
+        raise Untraceable(
+            f"{node.target} reads {source}, of shape {list(x.shape)}, as it lies in memory, and "
+            "that has gaps or ends before: call contiguous() before it"
+        )
+    with node.graph.inserting_before(node):
+        laid_out = node.graph.call_function(aten.contiguous.default, (source,))
+    laid_out.meta = dict(source.meta)
+    node.args = (laid_out, list(out.shape), list(out.stride()), start)
+    node.kwargs = {}
 
 
 def _is_copy_for_caller(node: fx.Node) -> bool:
@@ -77,12 +113,16 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
 
     before: a = to(x, float32); b = contiguous(a); c = view(b, [2, -1]); d = cat([empty, c])
     after:  c = reshape(x, [2, -1])
-    Refuses casts, copies and dropouts that do something.
+    Refuses casts, copies and dropouts that do something, as copies do for operators that read
+    memory as it lies. These are given values that lie as in the trace, or else cannot be carried
+    (Untraceable).
     """
     count = 0
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
+        if node.target is aten.as_strided.default:
+            _lay_out(node)
         if node.target in _VIEWS:
             node.target = aten.reshape.default
         if node.target == aten.squeeze.default:  # of a part with one row it would take more

@@ -97,6 +97,23 @@ def test_auto_says_what_it_predicted(pool2: RankPool) -> None:
         assert all(s["predicted"] and s["scalars"]["paradyse/predicted_s"] > 0 for s in seen)
 
 
+def read_by_one_rank() -> float | None:
+    """A plan by kind leaves nothing to choose of a model without experts: no rank has rates."""
+    model = make_model("gpt2")
+    plan = {"attention": "ulysses_z", "mlp": "megatron_ts", "head": ""}
+    compiled = torch.compile(model, backend="paradyse", options={"plan": plan, "inner": "eager"})
+    scalars: dict[str, Any] = {}
+    if torch.distributed.get_rank() == 0:
+        paradyse.on_step(model, lambda step: scalars.update(step.scalars()))
+    for _ in range(2):
+        compiled(**make_batch("plain", 2, 13)).loss.backward()
+    return scalars.get("paradyse/predicted_s")
+
+
+def test_one_rank_alone_may_read_what_was_predicted(pool2: RankPool) -> None:
+    assert pool2.run(read_by_one_rank, timeout_s=60) == [None, None]
+
+
 def of_logits() -> tuple[list[bool], list[float]]:
     """A loss outside of the model: whether calls were trained, and backward's share of them."""
     model = make_model("llama")

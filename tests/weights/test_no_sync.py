@@ -365,7 +365,8 @@ def planned(sharded: bool) -> tuple[int, int, int]:
     run = Run(["megatron_cz"], sharded, dtype=torch.bfloat16)
     run.backward(9)
     (graph,) = next(iter(captures_of(run.compiled))).graphs.values()
-    guard, planner = graph.choice.guard, graph.choice.planner
+    choice = graph.choice
+    guard, planner = choice.guard, choice.planner
     asked: list[Any] = []
     chosen = guard._plan
     guard._plan = lambda work: asked.append(work) or chosen(work)
@@ -374,7 +375,7 @@ def planned(sharded: bool) -> tuple[int, int, int]:
     assert [w.keeps_gradients for w in asked] == [True, True, True, False]
     plan = chosen(asked[0])
     alone, inside = (
-        planner.predict(plan, guard.workload(2, 9, True, keeps))[1] for keeps in (False, True)
+        planner.predict(plan, choice.workload(2, 9, True, keeps))[1] for keeps in (False, True)
     )
     numel = sum(p.numel() for p in run.model.parameters())
     return inside - alone, sum(p.numel() * 2 for p in run.model.parameters()), numel
