@@ -27,6 +27,7 @@ from paradyse.distributed.facts import (
     PROFILE,
     PROGRAM,
     RANDOM_STATE,
+    TRAINED,
     digest,
 )
 from paradyse.distributed.failures import OutOfMemoryError
@@ -129,6 +130,7 @@ class PlannedProgram:
         self._program_facts = {
             "how many outputs are asked for": len(tree_leaves(program.output)),
             "how many weights are trained": sum(w.requires_grad for w in weights),
+            TRAINED: digest([w.requires_grad for w in weights]),
             PROGRAM: zlib.crc32(text.encode()),
         }
         self._constants: Recent[Any, StepConstants] = Recent()

@@ -58,7 +58,7 @@ def no_sync(model: Model) -> Iterator[None]:
 
     Args:
         model: compiled or not; where a graph reads weights of other models too, their gradients
-            are kept back as well. With one rank there is nothing to keep back.
+            are sent at the end of each backward. With one rank there is nothing to keep back.
     Raises:
         ValueError: ``model`` is no module.
 
@@ -182,7 +182,7 @@ class GradientSync:
         for w in self.weights:
             kept.add(w, self.replicas)
             if w.grad is not None and not isinstance(w.grad, PartialGradient):
-                w.grad = rest_part(w, w.grad)
+                w.grad = rest_part(w, w.grad, place=w.grad)
         at_end_of_backward(self._send)
         return state
 
@@ -284,7 +284,7 @@ def _with_rest(weight: Tensor, rest: Tensor | None, summed: Tensor | None) -> Te
     if isinstance(rest, ShardedTensor) and isinstance(weight, ShardedTensor):
         relayout(rest, weight.placement)
     rows = rows_for_use(rest)
-    return rows if summed is None else rows + summed
+    return rows.clone() if summed is None else rows + summed  # autograd may have lent the rest
 
 
 def bytes_kept(weights: Sequence[Tensor], axis: Axis) -> int:

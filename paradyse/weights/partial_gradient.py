@@ -74,9 +74,10 @@ def own_part(weight: Tensor, grad: Tensor) -> PartialGradient:
     return PartialGradient(weight, own=_cast(grad, kept_dtype(weight)))
 
 
-def rest_part(weight: Tensor, grad: Tensor) -> PartialGradient:
-    """What needs no sum over ranks of the gradient of ``weight``: ``grad``, as it lies at rest."""
-    return PartialGradient(weight, rest=_cast(grad, kept_dtype(weight)), place=grad)
+def rest_part(weight: Tensor, grad: Tensor, place: Tensor | None = None) -> PartialGradient:
+    """What needs no sum over ranks of the gradient of ``weight``: ``grad``, as it lies at rest;
+    ``place`` stood in ``.grad`` before."""
+    return PartialGradient(weight, rest=_cast(grad, kept_dtype(weight)), place=place)
 
 
 def kept_dtype(weight: Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.torch_private import is_traceable_wrapper_subclass
+from paradyse.torch_private import current_backward, is_traceable_wrapper_subclass
 from paradyse.weights.cast_shard import CastShard, at_rest
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import own_part
@@ -312,7 +312,23 @@ class _AsItLies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         like: ShardedTensor = ctx.like
-        return like.with_rows(grad)
+        return like.with_rows(_for_one_weight(grad))
+
+
+_GIVEN: tuple[int, set[int]] = (-1, set())
+"""The number of the latest backward, and the memory of gradients that it gave to weights as rows."""
+
+
+def _for_one_weight(grad: Tensor) -> Tensor:
+    """``grad``, or a copy where another weight has that memory: autograd takes rows for new."""
+    global _GIVEN
+    backward = current_backward()
+    if backward != _GIVEN[0]:
+        _GIVEN = backward, set()
+    if grad.untyped_storage().data_ptr() in _GIVEN[1]:
+        grad = grad.clone()
+    _GIVEN[1].add(grad.untyped_storage().data_ptr())
+    return grad
 
 
 def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:

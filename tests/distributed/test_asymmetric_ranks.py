@@ -164,6 +164,16 @@ def frozen_weights(loop: Loop) -> None:
         weight.requires_grad_(True)
 
 
+def another_weight_frozen(loop: Loop) -> None:
+    mlp = loop.model.model.layers[0].mlp
+    weight = (mlp.gate_proj if loop.odd else mlp.up_proj).weight
+    weight.requires_grad_(False)
+    try:
+        loop.step()
+    finally:
+        weight.requires_grad_(True)
+
+
 def skips_a_batch(loop: Loop) -> None:
     batches = [make_batch("plain", 2, 12 + i) for i in range(3)]
     for batch in batches[1:] if loop.odd else batches:
@@ -312,6 +322,7 @@ WHOLE_OR_SHARDED: dict[Callable[[Loop], None], str] = {
     autocast: "disagree on the program .*autocast",
     checkpointing: "disagree on the program .*gradient checkpointing",
     frozen_weights: "disagree on how many weights are trained",
+    another_weight_frozen: "disagree on which weights are trained .*requires_grad",
     skips_a_batch: "disagree on the sequence length: rank 0: 12, ",
     skips_a_batch_of_one_length: "disagree on the batch",
     skips_backward: r"runs backward of training call \d+.*calls the model .training call \d+",
