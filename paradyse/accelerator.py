@@ -134,8 +134,9 @@ class AcceleratorMixin(OverReplicas):
         dynamo_backend: "paradyse" or None, which mean the same here. ``accelerate launch`` and its
             YAML know none but their own list: leave ``dynamo_config`` out there.
     Raises:
-        ValueError: a mesh without some of the ranks; another ``dynamo_backend``, also of
-            ``accelerate launch``; a plugin that splits models or batches by itself.
+        ValueError: a mesh without some of the ranks, or one in ``backend_options``; another
+            ``dynamo_backend``, also of ``accelerate launch``; a plugin that splits models or
+            batches by itself.
 
     Example:
 
@@ -163,6 +164,7 @@ class AcceleratorMixin(OverReplicas):
         dynamo_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
+        check_no_mesh(self, backend_options)
         self._backend_options = {"mesh": mesh, **(backend_options or {})}
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if str(dynamo_backend).lower() not in ("none", "no", "paradyse"):
@@ -332,8 +334,7 @@ class AcceleratorMixin(OverReplicas):
         mesh, steps = self._backend_options.get("mesh"), self.step
         self.step: int = share_random_states(self.sequence_axis, mesh, own.is_file(), steps)
         for i, (model, optimizer) in enumerate(sharded):
-            assert input_dir is not None
-            load_checkpoint(Path(input_dir, f"{SHARDS}_{i}"), model, optimizer)
+            load_checkpoint(Path(folders[-1], f"{SHARDS}_{i}"), model, optimizer)
 
     def _tell_hooks(self, name: str, sharded: Sequence[Any]) -> None:
         """Warn if there are hooks of that ``name``, which are not given the models ``sharded``."""
@@ -378,6 +379,19 @@ def axes_of_all(mesh: DeviceMesh | None, doing: str) -> tuple[Axis, Axis]:
             "of them: give a mesh over the world"
         )
     return sequence, replicas
+
+
+def check_no_mesh(of: Any, backend_options: Mapping[str, Any] | None) -> None:
+    """A mesh that ``of``, a Trainer or an Accelerator, does not know deals no batches to replicas.
+
+    Raises:
+        ValueError: ``backend_options`` have one.
+    """
+    if "mesh" in (backend_options or {}):
+        raise ValueError(
+            "backend_options have a mesh, by which batches would not be dealt to replicas: give it "
+            f"to {type(of).__name__} as mesh="
+        )
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ calls the original.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paradyse.accelerator import (
     SHARDS,
     axes_of_all,
+    check_no_mesh,
     lies_on,
     over_replicas,
     plain_optimizer,
@@ -79,9 +81,10 @@ class TrainerMixin(_Trainer):
         log_steps: add the latest call's length, plan and speed (``StepReport.scalars``) to what
             Trainer logs, and so to TensorBoard, wandb or whatever it reports to.
     Raises:
-        ValueError: a mesh without some of the ranks; arguments of Trainer's that split data or
-            wrap the model in a way of their own, or that do not go with ``batches``; one of TRL's
-            trainers that sample (GRPOTrainer, RLOOTrainer, ..), on several ranks.
+        ValueError: a mesh without some of the ranks, or one in ``backend_options``; arguments of
+            Trainer's that split data or wrap the model in a way of their own, or that do not go
+            with ``batches``; one of TRL's trainers that sample (GRPOTrainer, RLOOTrainer, ..), on
+            several ranks.
 
     Example:
 
@@ -121,6 +124,7 @@ class TrainerMixin(_Trainer):
                 "where the ranks of a sequence group are to have the same: on several ranks write "
                 "the loop yourself, as examples/grpo_loop.py does"
             )
+        check_no_mesh(self, backend_options)
         super().__init__(*args, **kwargs)
         if self.model_init is not None:
             raise ValueError(
@@ -246,7 +250,10 @@ class TrainerMixin(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a whole model to ``output_dir``; Trainer itself sets ``_internal_call``."""
-        if is_sharded(self.model):
+        sharded, folder = is_sharded(self.model), output_dir or self.args.output_dir
+        if self.args.should_save and not (sharded and _internal_call):
+            shutil.rmtree(Path(folder, SHARDS), ignore_errors=True)  # another run's
+        if sharded:
             one = not self.args.save_on_each_node
             self._whole_state = full_state_dict(self.model, cpu=True, rank0_only=one)
         super().save_model(output_dir, _internal_call)
@@ -266,6 +273,8 @@ class TrainerMixin(_Trainer):
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+            for name in WHOLE_OPTIMIZER:  # another run's
+                Path(output_dir, name).unlink(missing_ok=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # What is trained on comes with the optimizer; a checkpoint without one has weights alone.

@@ -401,6 +401,25 @@ def test_workers_of_one_group_draw_the_same(pool2: RankPool, tmp_path: Path) -> 
     assert pool2.run(seeds_of_workers, str(tmp_path), timeout_s=100) == [0, 0]
 
 
+def test_what_another_run_left_in_a_checkpoint_is_no_part_of_it(tmp_path: Path) -> None:
+    """One of several ranks, with sharded weights, in the folder of one that has them whole."""
+    from paradyse.accelerator import SHARDS
+
+    module = example()
+    stale = tmp_path / "checkpoint-1" / SHARDS
+    stale.mkdir(parents=True)
+    with fresh_accelerate():
+        trainer = module.Trainer(
+            model=module.make_model(LONGEST),
+            args=arguments(str(tmp_path), eval_strategy="no", max_steps=1, save_strategy="steps"),
+            train_dataset=module.Documents(Path(os.__file__).parent, 0, 4, LONGEST),
+            data_collator=module.pad,
+            backend_options={"inner": "eager"},
+        )
+        trainer.train()
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").is_file() and not stale.exists()
+
+
 def start(folder: Path, num_ranks: int, *options: str) -> History:
     """Run the example as a user does; its losses."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paradyse.cli.charts import Bands, Chart, Line, Page, Table
-from paradyse.cli.outputs import write_whole
+from paradyse.cli.outputs import check_file, write_whole
 from paradyse.cli.pages import write_charts
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import Held, Infeasible, Phase, Planned, Replayed
@@ -96,6 +96,20 @@ def _chart(title: str, unit: str, of: Mapping[str, Iterable[tuple[float, float]]
     """A chart of (length, value) of each choice."""
     lines = (Line(c, tuple((n, x, True) for n, x in points)) for c, points in of.items())
     return Chart(title, unit, tuple(lines))
+
+
+def check_runs(flag: str, given: str) -> None:
+    """The file ``given`` with ``flag`` may take runs: it has none yet, or such as are replaced.
+
+    Raises:
+        ValueError: it has something else, or cannot be written.
+    """
+    path = Path(given)
+    if path.parent.is_dir() or flag == "--csv":
+        check_file(flag, given)
+    begin = ",".join(COLUMNS).encode()
+    if path.exists() and (held := path.read_bytes()) and not held.startswith(begin):
+        raise ValueError(f"{flag} {given}: that file is none of bench's; name another one")
 
 
 @dataclass(frozen=True)

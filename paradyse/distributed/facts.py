@@ -36,8 +36,8 @@ WAYS_OUT = {
     PROGRAM: "the model must be in the same state on every rank: training or evaluation, autocast, "
     "gradient checkpointing, what is trained; where its code goes through a set (as Gemma 4's "
     "does), start all ranks with one PYTHONHASHSEED, such as 0",
-    TRAINED: "requires_grad of each weight must be the same on every rank: where layers to be trained "
-    "are drawn by chance, seed that on every rank alike",
+    TRAINED: "requires_grad of each weight must be the same on every rank: where what is trained "
+    "is drawn by chance, seed that on every rank alike",
     REDUCE_DTYPE: "give paradyse.shard one reduce_dtype on every rank",
     NO_SYNC: "enter paradyse.no_sync, and clear gradients, on every rank alike",
     GATHERS: "groups of ranks side by side must gather the same weights in the same order: give "

@@ -305,7 +305,7 @@ class MixedBatches:
         def read() -> tuple[int, list[int], int]:
             if follow is not None and follow() != batch:
                 raise ValueError(f"batch {number} of this rank is another than the first rank's")
-            mine.extend(self._shares(indices, plan, number))
+            mine.extend(self._shares(batch, plan, number))
             idle.extend(self._idle(indices))
             firsts = [s for s in mine if s.ranks.start == self._axis.rank]
             counted = sum(sum(s.num_targets) for s in firsts)
@@ -329,8 +329,9 @@ class MixedBatches:
         )
         return MixedStep(plan, indices, shares, sum(counted), None, self.weights, lengths, ways)
 
-    def _shares(self, indices: tuple[int, ...], plan: StepPlan, number: int) -> list[Share]:
+    def _shares(self, batch: Batch, plan: StepPlan, number: int) -> list[Share]:
         """This rank's of each micro-batch, before others are told how many calls it has."""
+        indices, lengths = batch
         found, rank, numbers = list[Share](), self._axis.rank, count()
         for micro in plan.micro_batches:
             share = Share(range(rank, rank + 1), (), (), ())
@@ -339,6 +340,13 @@ class MixedBatches:
                     continue
                 calls, seeds = [], []
                 read = {indices[i]: self._sequence(indices[i]) for i in g.sequences}
+                for i in g.sequences:
+                    if (here := len(read[indices[i]]["input_ids"])) != lengths[i]:
+                        raise ValueError(
+                            f"sequence {indices[i]} of this rank's dataset has {here} tokens, and "
+                            f"{lengths[i]} on the first rank: give all ranks the same sequences in "
+                            "the same order, such as by a shuffle with a seed"
+                        )
                 for of in self._together(read):
                     calls.append(self._call([read[i] for i in of]))
                     seeded = random.Random(f"{self.seed} {self._epoch} {number} {of}")

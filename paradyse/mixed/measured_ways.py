@@ -40,8 +40,9 @@ def measure_ways(
         dataset: as of ``MixedBatches``; its tokens are joined to sequences of the lengths.
         tokens_per_rank: that a rank has room for: what a group may hold is as much for each of its
             ranks. It is not measured, so give what is known to fit.
-        lengths: tokens, ascending; those beyond what a degree has room for are left out. Default:
-            powers of four from 64 on, and the most.
+        lengths: tokens, ascending; those beyond what a degree has room for, or the model positions
+            (``max_position_embeddings`` of its ``config``), are left out, and the most is put to
+            them. Default: powers of four from 64 on.
         degrees: ranks of a group; default: powers of two, and all ranks.
         repeats: of which the median counts.
         causal: as of ``MixedBatches``.
@@ -69,14 +70,16 @@ def measure_ways(
     for degree in degrees:
         if not 1 <= degree <= size:
             raise ValueError(f"a degree of {degree}: give 1 to {size}, the number of ranks")
+    positions = getattr(getattr(model.model, "config", None), "max_position_embeddings", None)
     found = []
     grads = [(p, p.grad) for p in model.model.parameters()]
     model.model.zero_grad(set_to_none=True)
     try:
         for degree in degrees or (*powers, size):
             most = tokens_per_rank * degree
+            longest = min(most, positions or most)
             usual = [1 << k for k in range(6, 40, 2)]
-            asked = sorted({n for n in (*(lengths or usual), most) if 2 <= n <= most})
+            asked = sorted({n for n in (*(lengths or usual), longest) if 2 <= n <= longest})
             times = [_time_s(model, dataset, degree, n, repeats, causal, pack) for n in asked]
             found.append(way_through(degree, most, asked, times))
     finally:

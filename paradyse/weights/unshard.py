@@ -316,7 +316,7 @@ class _AsItLies(torch.autograd.Function):
 
 
 _GIVEN: tuple[int, set[int]] = (-1, set())
-"""The number of the latest backward, and the memory of gradients that it gave to weights as rows."""
+"""The number of the latest backward, and where gradients lie that it gave to weights as rows."""
 
 
 def _for_one_weight(grad: Tensor) -> Tensor:

@@ -184,6 +184,7 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("bench --csv {folder}/notes", "notes: that file is none of bench's; name another one"),
     ("bench --csv /dev/full", "--csv /dev/full: that is no regular file; name another one"),
     ("bench --csv {full}/t.csv", ("{full} cannot be written (No space left", "another place")),
+    ("bench --out {folder}/runs", "{folder}/runs/bench.csv: that file is none of bench's"),
     ("bench --out {folder}/notes", "--out {folder}/notes: {folder}/notes is no folder"),
     ("bench --out {folder}/notes/charts", "{folder}/notes is no folder; name another one"),
     ("bench --out /dev/full", "--out /dev/full: /dev/full is no folder; name another one"),
@@ -227,6 +228,8 @@ def places(
 
     monkeypatch.setattr(outputs.tempfile, "TemporaryFile", refuse)
     (tmp_path / "notes").write_text("my notes")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "bench.csv").write_text("runs of my own")
     (tmp_path / "binary").write_bytes(gzip.compress(b"my notes"))
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))

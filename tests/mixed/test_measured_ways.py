@@ -40,6 +40,15 @@ def test_gradients_are_kept_where_measuring_fails() -> None:
         paradyse.measure_ways(mixed, [], tokens_per_rank=20)
 
 
+def test_no_sequence_is_longer_than_the_model_has_positions_for() -> None:
+    model = make_model("gpt2", n_positions=24, n_layer=1)
+    mixed = paradyse.MixedModel(model, {"inner": "eager", "plan": "megatron_cz"})
+    (way,) = paradyse.measure_ways(
+        mixed, dataset_of([7, 5]), tokens_per_rank=40, lengths=[6, 30], repeats=1
+    )
+    assert list(way.lengths) == [6, 24] and way.max_tokens == 40
+
+
 def measured() -> list[Way]:
     model = make_model("llama", num_hidden_layers=1)
     mixed = paradyse.MixedModel(model, {"inner": "eager", "plan": "megatron_cz"})

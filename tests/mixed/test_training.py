@@ -230,9 +230,11 @@ def test_where_it_cannot_be_told_a_warning_says_so(caplog: pytest.LogCaptureFixt
     assert "whether Linear keeps packed sequences apart cannot be told" in caplog.text
 
 
-def apart_in_steps(raises: int | None, seed_by_rank: bool = False) -> list[str]:
+def apart_in_steps(
+    raises: int | None, seed_by_rank: bool = False, other_data: bool = False
+) -> list[str]:
     """What two ranks, each a group by itself, are told in three steps, in the one of which that
-    ``raises`` the second rank's model fails before it is traced."""
+    ``raises`` the second rank's model fails before it is traced; or those of the first error."""
     torch._dynamo.reset()
     rank = dist.get_rank()
 
@@ -249,6 +251,8 @@ def apart_in_steps(raises: int | None, seed_by_rank: bool = False) -> list[str]:
 
     ways = [w for w in ways_for(2) if w.degree == 1]
     data, told = dataset_of([9, 7, 8, 6, 9, 7]), []
+    if other_data and rank:
+        data.reverse()
     batches = paradyse.MixedBatches(data, tokens_per_step=15, ways=ways, shuffle=False)
     inner = Raising()
     model = paradyse.MixedModel(inner, {"inner": "eager"})
@@ -263,11 +267,24 @@ def apart_in_steps(raises: int | None, seed_by_rank: bool = False) -> list[str]:
     return told
 
 
+def refused_data() -> str:
+    with pytest.raises(ValueError) as error:
+        apart_in_steps(None, other_data=True)
+    return str(error.value)
+
+
 def test_a_rank_that_fails_before_its_call_is_told_of_as_failed(pool2: RankPool) -> None:
     first, second = pool2.run(apart_in_steps, 1, timeout_s=100)
     assert first[0] == first[2] == second[0] == second[2] == ""
     assert first[1].startswith("RankFailedError: ") and "mine" in first[1], first
     assert second[1].startswith("TypeError: mine"), second
+
+
+def test_ranks_have_the_same_sequences_in_the_same_order(pool2: RankPool) -> None:
+    said = pool2.run(refused_data, timeout_s=100)
+    assert all(
+        "sequence 1 of this rank's dataset has 9 tokens, and 7 on the first" in s for s in said
+    )
 
 
 def test_groups_of_single_ranks_have_the_same_weights(pool2: RankPool) -> None:

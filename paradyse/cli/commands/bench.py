@@ -9,8 +9,8 @@ from paradyse.cli import launch
 from paradyse.cli.commands.demo import llama_size
 from paradyse.cli.json_output import show_json
 from paradyse.cli.models import require_transformers
-from paradyse.cli.outputs import check_file, check_folder
-from paradyse.cli.results import COLUMNS, Record, Results
+from paradyse.cli.outputs import check_folder
+from paradyse.cli.results import Record, Results, check_runs
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.cli.traces import trace_of
 from paradyse.types import ALONG_SEQUENCE
@@ -69,9 +69,6 @@ def run_bench(args: argparse.Namespace) -> int:
 def _check_paths(args: argparse.Namespace) -> None:
     """Before the work, not after it."""
     if args.out:
-        check_folder("--out", args.out)
+        check_runs("--out", str(check_folder("--out", args.out) / "bench.csv"))
     if args.csv:
-        path = check_file("--csv", args.csv)
-        begin = ",".join(COLUMNS).encode()
-        if path.exists() and (held := path.read_bytes()) and not held.startswith(begin):
-            raise ValueError(f"--csv {args.csv}: that file is none of bench's; name another one")
+        check_runs("--csv", args.csv)

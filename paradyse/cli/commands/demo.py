@@ -21,7 +21,7 @@ from paradyse.cli.corpus import TextFile, draw_files, length_ranges
 from paradyse.cli.models import LlamaSize, require_transformers
 from paradyse.cli.outputs import check_folder
 from paradyse.cli.rank_jobs import StepDone
-from paradyse.cli.results import Record, Results, choice_times, marks
+from paradyse.cli.results import Record, Results, check_runs, choice_times, marks
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.config import AUTO
 from paradyse.planning.units import format_bytes
@@ -65,7 +65,7 @@ def run_demo(args: argparse.Namespace) -> int:
     ranges = length_ranges(args.cap)
     strategies = ALONG_SEQUENCE if args.ranks > 1 else ()
     picked = pick_files(files, ranges, args.per_range)
-    check_folder("--out", args.out)
+    check_runs("--out", str(check_folder("--out", args.out) / "demo.csv"))
     rate, links = launch.choose_links(args, device)
     where = "GPUs, NCCL" if device == "cuda" else f"CPUs, gloo, {launch.num_cores()} cores"
     lengths = sorted(f.num_tokens for f in files)
