@@ -16,12 +16,7 @@ from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, resolve_axis, resolve_replicas
 from paradyse.distributed.calls import Call
 from paradyse.distributed.compared import Compared
-from paradyse.distributed.facts import (
-    GRADIENTS,
-    INPUTS,
-    PROGRAM,
-    WEIGHTS,
-)
+from paradyse.distributed.facts import GRADIENTS, INPUTS, JOINED, PROGRAM, WEIGHTS
 from paradyse.distributed.session import Recent
 from paradyse.distributed.together import Together
 from paradyse.passes.explain_numbers import made_by_cases
@@ -172,7 +167,8 @@ class Capture:
     def _computed_whole(self, args: Sequence[Any], compute: Any) -> Any:
         """``compute`` of ``args``, on every rank alike."""
         shapes = [tuple(args[i].shape) for i in self.data]
-        call = self.agree(args, {"the shapes of the inputs": str(shapes)})
+        common = {JOINED: "the whole graph"} if self.replicas.size > 1 else {}
+        call = self.agree(args, {"the shapes of the inputs": str(shapes)}, common)
         if call is None:
             return compute(*args)
         return call.forward(lambda: compute(*args))
@@ -189,13 +185,17 @@ class Capture:
                 self._lay_out(graph.program)
         self.calls = calls_of(self.weights.held())
 
-    def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> Call | None:
-        """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
+    def agree(
+        self, args: Sequence[Any], facts: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> Call | None:
+        """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls; of one
+        that trains what is ``common`` with replicas' calls too."""
+        trains = torch.is_grad_enabled()
         if self.agreement is None:
+            self._agree_with_replicas(trains)
             return None
         data = [i for i in self._compared if isinstance(args[i], Tensor)]
         names = (self.names[i] for i in data)
-        trains = torch.is_grad_enabled()
         compared = self.axis.session.of(Compared)
         compared.since(self.agreement.num_dropped)
         weights: Any = "not compared"
@@ -215,12 +215,17 @@ class Capture:
                 WEIGHTS: weights,
             },
             self.weights.refs,
+            common,
         )
+        self._agree_with_replicas(trains)
+        return call
+
+    def _agree_with_replicas(self, trains: bool) -> None:
+        """Compare the weights that a first call with them ``trains`` with those of replicas."""
         if trains and not self._replicas_agree and (replicas := agreement_of(self.replicas)):
             self._replicas_agree = True
             if not self.replicas.session.of(Compared).has("training", self.weights.held()):
                 replicas.compare("starts to train", {WEIGHTS: self.weights.checksum(sharded=True)})
-        return call
 
     def _whole_graph(self, examples: Sequence[Any] | None) -> Any:
         """The graph as it is, on every rank, with whole weights; for calls like ``examples``, the

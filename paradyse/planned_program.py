@@ -22,6 +22,7 @@ from paradyse.distributed.calls import Call
 from paradyse.distributed.checksums import checksum
 from paradyse.distributed.facts import (
     GATHERS,
+    JOINED,
     NO_SYNC,
     OPTIMIZERS,
     PROFILE,
@@ -84,7 +85,9 @@ class Captured(Protocol):
     calls: Any
     """What reports the steps of the model; None: nobody asks."""
 
-    def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> Call | None:
+    def agree(
+        self, args: Sequence[Any], facts: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> Call | None:
         """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
 
     def dumping(self, work: Callable[[], T]) -> T:
@@ -127,20 +130,25 @@ class PlannedProgram:
             computed_in=computed_in(program),
         )
         self.choice.watch(program)
+        trained = [w.requires_grad for w in weights]
         self._program_facts = {
             "how many outputs are asked for": len(tree_leaves(program.output)),
             "how many weights are trained": sum(w.requires_grad for w in weights),
-            TRAINED: digest([w.requires_grad for w in weights]),
+            TRAINED: digest(trained),
             PROGRAM: zlib.crc32(text.encode()),
         }
+        joined = gradient_order(program), trained
+        self._common = {JOINED: digest(joined)} if capture.replicas.size > 1 else {}
+        """What replicas must share as well."""
         self._constants: Recent[Any, StepConstants] = Recent()
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        sizes, call = sizes_of(self.sizes, args, self.axis), None
+        sizes = sizes_of(self.sizes, args, self.axis)
         gradients = self._gradients()
+        facts: Mapping[str, Any] = {}
         if self.capture.agreement is not None:
-            args = [_sendable(a) for a in args]
-            call = self.capture.agree(args, self._facts(sizes, gradients))
+            args, facts = [_sendable(a) for a in args], self._facts(sizes, gradients)
+        call = self.capture.agree(args, facts, self._common)
         workload = self._workload(sizes, gradients)
         if call is None:
             return self._run(args, sizes, self._plan(workload), workload)

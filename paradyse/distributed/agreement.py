@@ -92,6 +92,7 @@ class Agreement:
         trains: bool,
         facts: Mapping[str, Any],
         parameters: Sequence[weakref.ref[nn.Parameter]] = (),
+        common: Mapping[str, Any] | None = None,
     ) -> Call:
         """A call of the model, to be compared with the other ranks' before its first message.
 
@@ -99,6 +100,7 @@ class Agreement:
             trains: gradients will be averaged over all ranks of the mesh.
             facts: what errors call it -> a number or text that the ranks of the axis must share.
             parameters: what backward of the call may give gradients to.
+            common: as ``facts``, of a call that trains: all ranks of the mesh must share them.
         Raises:
             CollectiveError: a message has failed before, so ranks are no longer in step.
         """
@@ -110,7 +112,7 @@ class Agreement:
         self._num_calls[trains] += 1
         kind = "training call" if trains else "call without gradients"
         name = f"{kind} {self._num_calls[trains]}"
-        self.tell(f"calls the model ({name})", facts, trains)
+        self.tell(f"calls the model ({name})", facts, trains, common if trains else None)
         call = self._of_axis.calls[name] = Call(self, name, trains, parameters)
         self._of_axis.call = call
         return call

@@ -17,6 +17,7 @@ INPUTS = "the inputs given"
 OPTIMIZERS = "how many of the model's optimizers have stepped"
 PROGRAM = "the program (checksum)"
 TRAINED = "which weights are trained (checksum)"
+JOINED = "where gradients come together (checksum)"
 REDUCE_DTYPE = "reduce_dtype"
 NO_SYNC = "what becomes of gradients"
 GATHERS = "the order in which weights are gathered (checksum)"
@@ -38,6 +39,8 @@ WAYS_OUT = {
     "does), start all ranks with one PYTHONHASHSEED, such as 0",
     TRAINED: "requires_grad of each weight must be the same on every rank: where what is trained "
     "is drawn by chance, seed that on every rank alike",
+    JOINED: "replicas must train the same weights by the same program: give all of them batches of "
+    "one kind, such as with images or without, and train the same weights on all",
     REDUCE_DTYPE: "give paradyse.shard one reduce_dtype on every rank",
     NO_SYNC: "enter paradyse.no_sync, and clear gradients, on every rank alike",
     GATHERS: "groups of ranks side by side must gather the same weights in the same order: give "

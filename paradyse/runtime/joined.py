@@ -23,15 +23,18 @@ from paradyse.weights.sharded_tensor import ShardedTensor
 
 
 def gradient_order(program: Program) -> list[Any]:
-    """For each step of ``program`` the names of weights whose gradients are summed behind it, and
-    of those that it reads beside: replicas whose programs have the same send the same messages."""
+    """For the steps of ``program`` the numbers of weights whose gradients are summed behind one,
+    and of those that it reads beside: replicas whose programs have the same send the same messages.
+    """
     first = program.schedule.first_readers
+    number = {n: i for i, n in enumerate(filter(is_weight, program.placeholders))}
     found = []
     for step in program.steps:
-        summed = [str(n.target) for n, at in first.items() if at is step]
+        summed = [number[n] for n, at in first.items() if at is step]
         beside = filter(is_weight, step.piece.inputs)
-        read = [str(n.target) for n in beside if not (step.split and n in first)]
-        found.append((step.position, summed, read))
+        read = [number[n] for n in beside if not (step.split and n in first)]
+        if summed or read:
+            found.append((summed, read))
     return found
 
 

@@ -211,3 +211,28 @@ def tries_plans(shape: Sequence[int]) -> tuple[bool, bool]:
 def test_no_plans_are_tried_where_steps_wait_for_other_replicas(pool4: RankPool) -> None:
     assert pool4.run(tries_plans, (2, 2)) == [(True, False)] * 4
     assert pool4.run(tries_plans, (1, 4)) == [(True, True)] * 4
+
+
+def told_of_other_weights(freezes: bool) -> str:
+    """What ranks are told where replicas train other weights, or start from others."""
+    mesh = make_mesh((2, 2) if freezes else (2, 1))
+    replica = mesh.get_local_rank(0)
+    model = make_model("llama", seed=0 if freezes else replica)
+    if freezes:
+        mlp = model.model.layers[0].mlp
+        (mlp.gate_proj if replica else mlp.up_proj).weight.requires_grad_(False)
+    options = {"mesh": mesh, "plan": "megatron_cz", "inner": "eager"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    with pytest.raises(ValueError) as error:
+        compiled(**make_batch("plain", 2, 9)).loss.backward()
+    return str(error.value)
+
+
+def test_replicas_train_the_same_weights(pool4: RankPool) -> None:
+    for text in pool4.run(told_of_other_weights, True, timeout_s=60):
+        assert "disagree on where gradients come together" in text and "on all" in text, text
+
+
+def test_replicas_of_single_ranks_start_from_the_same_weights(pool2: RankPool) -> None:
+    for text in pool2.run(told_of_other_weights, False, timeout_s=60):
+        assert "disagree on the weights" in text and "manual_seed" in text, text
