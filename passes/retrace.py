@@ -304,9 +304,9 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
     Refuses (Untraceable) an operator whose output dtype no cast of its inputs explains.
     """
     values = (n.meta.get("val") for n in gm.graph.nodes)
-    device = next((x.device.type for x in values if hasattr(x, "device")), None)
+    devices = {x.device.type for x in values if isinstance(x, torch.Tensor)}
     entered = [n for n in gm.graph.nodes if n.target in _AUTOCAST]
-    if device is None or not entered and not torch.is_autocast_enabled(device):
+    if not entered and not any(map(torch.is_autocast_enabled, devices)):
         return 0
     for node in reversed(entered):  # the exit is the enter's user
         gm.graph.erase_node(node)

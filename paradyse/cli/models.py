@@ -175,11 +175,11 @@ def checked_config(path: str, layers: int | None) -> dict[str, Any]:
     """The configuration at ``path``, of which ``make_model`` makes a model of so many ``layers``.
 
     Raises:
-        ValueError: as ``read_config`` and ``make_model``.
+        ValueError: as ``read_config`` and ``make_model``, or the model takes no token ids.
     """
     config = read_config(path)
     with torch.device("meta"):
-        make_model(config, layers)
+        vocabulary_of(make_model(config, layers))
     return config
 
 
@@ -234,16 +234,19 @@ def _in_words(kind: str) -> Iterator[None]:
 def _set_layers(parsed: Any, layers: int) -> None:
     """Leave the first ``layers`` layers in the configuration ``parsed``, of an encoder and of a
     decoder each; what has fewer keeps them."""
-    there = 0
-    for name in DEPTHS:
-        if isinstance(depth := getattr(parsed, name, None), int):
-            with contextlib.suppress(NotImplementedError):  # a sum of others, as ProphetNet has it
-                setattr(parsed, name, min(layers, depth))
-                there = max(there, depth)
+    there, parts = 0, [parsed]
+    with contextlib.suppress(ValueError):  # there are several
+        parts.append(parsed.get_text_config())  # another one in a model of images and text
+    for part in parts:
+        for name in DEPTHS:
+            if isinstance(depth := getattr(part, name, None), int):
+                with contextlib.suppress(NotImplementedError):  # a sum of others, as of ProphetNet
+                    setattr(part, name, min(layers, depth))
+                    there = max(there, depth)
+        if getattr(part, "layer_types", None):
+            part.layer_types = part.layer_types[:layers]
     if layers > there:
         raise ValueError(f"--layers {layers}: it has {there}; give fewer, or leave it out")
-    if getattr(parsed, "layer_types", None):
-        parsed.layer_types = parsed.layer_types[:layers]
 
 
 def token_counter(path: str) -> Callable[[str], int]:
@@ -268,5 +271,15 @@ def token_counter(path: str) -> Callable[[str], int]:
 
 
 def vocabulary_of(model: torch.nn.Module) -> int:
-    """Number of tokens that the embedding of ``model`` knows."""
-    return int(model.get_input_embeddings().num_embeddings)
+    """Number of tokens that the embedding of ``model`` knows.
+
+    Raises:
+        ValueError: it takes no token ids.
+    """
+    try:
+        return int(model.get_input_embeddings().num_embeddings)
+    except AttributeError as e:
+        raise ValueError(
+            f"{type(model).__name__} takes no token ids, and random ones are what this command "
+            "has: call paradyse.verify(model, batch) and paradyse.explain(model, ..) from Python"
+        ) from e

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.distributed.checksums import BatchChecksum
+from paradyse.distributed.session import Recent
 
 
 class Compared:
@@ -21,7 +22,7 @@ class Compared:
         self.batch = BatchChecksum()
         """Of the latest call."""
         self.num_dropped = 0
-        self._weights: dict[Hashable, WeakTensorKeyDictionary] = {}
+        self._weights: Recent[Hashable, WeakTensorKeyDictionary] = Recent()
         """By what they were compared for."""
 
     def since(self, num_dropped: int) -> None:
@@ -33,7 +34,9 @@ class Compared:
 
     def has(self, what: Hashable, weights: Sequence[nn.Parameter]) -> bool:
         """Whether all of ``weights`` were compared for ``what``; from now on they are."""
-        known = self._weights.setdefault(what, WeakTensorKeyDictionary())
+        if what not in self._weights:
+            self._weights[what] = WeakTensorKeyDictionary()
+        known = self._weights[what]
         num = len(known)
         known.update((w, None) for w in weights)
         return len(known) == num > 0 or not weights

@@ -90,9 +90,10 @@ def error_of(failures: Sequence[Failure]) -> DroppedCallError:
     error: DroppedCallError = RankFailedError(f"{told}. {step}; see that rank's own error")
     if any(f.out_of_memory for f in failures):
         error = OutOfMemoryError(
-            f"{told}. {step}: a loop may catch torch.OutOfMemoryError on every rank, clear the "
-            "gradients and go on with the next batch; shorter or fewer sequences, more ranks or "
-            "paradyse.shard need less memory",
+            # accelerate's find_executable_batch_size looks for " out of memory."
+            f"{told}: out of memory. {step}: a loop may catch torch.OutOfMemoryError on every "
+            "rank, clear the gradients and go on with the next batch; shorter or fewer sequences, "
+            "more ranks or paradyse.shard need less memory",
             may_repeat=not any(f.is_late for f in failures),
         )
     error.failures = tuple(failures)

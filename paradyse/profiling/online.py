@@ -226,7 +226,8 @@ class Feedback:
         watch = None if record is None else record.watch
         if record is None or watch is None:
             frame = make(program, args, constants)
-            frame.gathering.shelf.holds &= record is None  # as on ranks that can watch memory
+            if record is not None:  # messages come as on ranks that can watch memory
+                frame.gathering.shelf.holds = frame.gathering.streams.ahead = frame.fuses = False
             return frame.run()
         watch.mark(START)
         try:

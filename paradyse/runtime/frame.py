@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -60,7 +60,7 @@ class Frame:
         constants: of the call's sizes and plan.
     """
 
-    fuses: ClassVar[bool] = True
+    fuses = True
     """Whether blocks in a row may run as one (``Runs``); else ``run_step`` sees each of them."""
 
     def __init__(self, program: Program, args: Sequence[Any], constants: StepConstants):

@@ -272,7 +272,7 @@ class LoweredPiece:
         if self._as_it_is:
             return self._run
         grad = torch.is_grad_enabled()
-        mode = grad, *((grad and t.requires_grad, t.is_contiguous()) for t in tensors)
+        mode = grad, *((t.dtype, grad and t.requires_grad, t.is_contiguous()) for t in tensors)
         compiled = self._modes.get(mode)
         if compiled is None or not compiled.holds_for(sizes):
             specs = [

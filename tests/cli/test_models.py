@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paradyse.cli.models import make_model
+from paradyse.cli.models import checked_config, make_model
 
 SMALL = {"vocab_size": 64, "d_model": 16, "max_position_embeddings": 64, "encoder_ffn_dim": 16}
 SMALL |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
@@ -51,3 +53,22 @@ def test_what_has_fewer_layers_keeps_them() -> None:
         assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 3)
         with pytest.raises(ValueError, match="--layers 4: it has 3; give fewer"):
             make_model(BART, layers=4)
+
+
+def test_the_text_of_a_model_of_images_has_as_few_layers_as_asked() -> None:
+    text = {"model_type": "gemma3_text", "vocab_size": 64, "hidden_size": 16, "head_dim": 8}
+    text |= {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = {"model_type": "gemma3", "text_config": {**text, "intermediate_size": 16}}
+    config["architectures"] = ["Gemma3ForConditionalGeneration"]
+    with torch.device("meta"):
+        model = make_model(config, layers=2)
+    assert len(model.model.language_model.layers) == 2
+    assert len(model.config.text_config.layer_types) == 2
+
+
+def test_a_model_that_takes_no_token_ids_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="ViTForImageClassification takes no token ids"):
+        checked_config(str(tmp_path / "config.json"), None)

@@ -465,6 +465,7 @@ def test_in_a_late_read(pool2: RankPool) -> None:
     first, second = pool2.run(read_late)
     assert first == second
     assert re.search("rank 1 ran out of memory in the read of the output .* of training", first)
+    assert " out of memory." in first  # by which accelerate knows it
 
 
 def on_replicas() -> list[str]:
