@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -299,6 +300,9 @@ class AcceleratorMixin(OverReplicas):
         with self._without_sharded() as sharded:
             self._tell_hooks("_save_model_state_pre_hook", sharded)
             folder = super().save_state(output_dir, *args, **kwargs)
+        if not sharded and self.is_main_process:
+            for at in Path(folder).glob(f"{SHARDS}_*"):  # another run's
+                shutil.rmtree(at)
         for i, (model, optimizer) in enumerate(sharded):
             at = Path(folder, f"{SHARDS}_{i}")
             # accelerate counts steps of an epoch alone, and each save takes the place of the last
@@ -316,10 +320,11 @@ class AcceleratorMixin(OverReplicas):
         rank had none, as there were fewer ranks then, goes on with those of the first rank of all.
 
         Raises:
-            ValueError: no folder is named, and models are sharded.
+            ValueError: no folder is named, and models are sharded; or they were not when it was
+                written.
         """
         folders: list[Any] = []
-        with self._without_sharded() as sharded:
+        with self._without_sharded(input_dir) as sharded:
             if sharded and input_dir is None:
                 raise ValueError(
                     "load_state() of a sharded model needs the folder: give what save_state gave"
@@ -347,16 +352,32 @@ class AcceleratorMixin(OverReplicas):
             )
 
     @contextmanager
-    def _without_sharded(self) -> Iterator[list[tuple[nn.Module, Any]]]:
+    def _without_sharded(
+        self, folder: StrPath | None = None
+    ) -> Iterator[list[tuple[nn.Module, Any]]]:
         """Sharded models with their optimizers, of which accelerate knows nothing meanwhile. Models
-        that one optimizer steps are one, with their numbers before names."""
+        that one optimizer steps are one, with their numbers before names. Whole ones are among them
+        where models were sharded when ``folder`` was written.
+
+        Raises:
+            ValueError: models are sharded, and were not then.
+        """
         models, optimizers = self._models, self._optimizers
         groups = _stepped_together(models, optimizers)
-        sharded = [g[0] if len(g) == 1 else nn.ModuleList(g) for g in groups]
-        sharded = [m for m in sharded if is_sharded(m)]
+        joined = [g[0] if len(g) == 1 else nn.ModuleList(g) for g in groups]
+        sharded = [m for m in joined if is_sharded(m)]
+        written = folder is not None and Path(folder, f"{SHARDS}_0").is_dir()
+        if sharded and folder is not None and not written:
+            raise ValueError(
+                f"{folder} was written by a run whose weights were whole on every rank; leave "
+                "paradyse.shard out to go on from it"
+            )
+        if written and not sharded:
+            sharded = joined
         pairs = [(m, o) for m in sharded for o in _optimizers_of(m, optimizers) or [None]]
         theirs = {id(o) for _, o in pairs}
-        self._models = [m for m in models if not is_sharded(m)]
+        apart = {id(p) for m in sharded for p in m.parameters()}
+        self._models = [m for m in models if not any(id(p) in apart for p in m.parameters())]
         self._optimizers = [o for o in optimizers if id(plain_optimizer(o)) not in theirs]
         try:
             yield pairs

@@ -399,6 +399,44 @@ def test_what_is_split_is_split_over_groups(pool2: RankPool) -> None:
     assert pool2.run(parts_of, [[0], [1]]) == [([1, 2], [1, 2]), ([3], [3, 3])]
 
 
+def gone_on(folder: str, sharded: bool, saves: bool) -> list[Tensor]:
+    """Weights and moments as ``folder`` has them, on however many ranks."""
+    import paradyse
+
+    torch._dynamo.reset()
+    with fresh_accelerate():
+        accelerator = made([list(range(torch.distributed.get_world_size()))])
+        model = make_model("llama", num_hidden_layers=1, seed=0 if saves else 1)
+        if sharded:
+            paradyse.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        batch = make_batch("plain", 2, 9)
+        for _ in range(1 if saves else 0):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if saves:
+            accelerator.save_state(folder)
+        else:
+            accelerator.load_state(folder)
+        states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        return [whole(x.detach()).clone() for x in (*model.parameters(), *states)]
+
+
+def test_what_several_ranks_saved_goes_on_with_whole_weights(
+    pool1: RankPool, pool2: RankPool, tmp_path: Path
+) -> None:
+    """On one rank and on two; and what these save then has no shards any more."""
+    (want, _) = pool2.run(gone_on, str(tmp_path), True, True, timeout_s=100)
+    for pool in (pool1, pool2):
+        for found in pool.run(gone_on, str(tmp_path), False, False, timeout_s=100):
+            assert all(map(torch.equal, found, want))
+    pool1.run(gone_on, str(tmp_path), False, True, timeout_s=100)
+    with pytest.raises(Exception, match="leave paradyse.shard out to go on from it"):
+        pool2.run(gone_on, str(tmp_path), True, False, timeout_s=100)
+
+
 def hooked(folder: str) -> list[str]:
     """What is said of a hook of ``save_state`` beside a sharded model."""
     import paradyse
