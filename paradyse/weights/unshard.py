@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.torch_private import current_backward, is_traceable_wrapper_subclass
+from paradyse.torch_private import (
+    at_end_of_backward,
+    current_backward,
+    is_traceable_wrapper_subclass,
+)
 from paradyse.weights.cast_shard import CastShard, at_rest
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import own_part
@@ -200,7 +204,10 @@ class _FillInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.gathered.fill()
+        gathered: Gathered = ctx.gathered
+        gathered.fill()
+        if not any(at_rest(s).requires_grad for s in gathered.shards):
+            at_end_of_backward(gathered.free)  # no gradient of theirs comes by to do so
         return None, *grads
 
 

@@ -11,7 +11,7 @@ from harness import RankPool
 from models import check, make_batch, make_model, run_step
 
 from paradyse.types import Plan
-from paradyse.weights.unshard import Shelf
+from paradyse.weights.unshard import Gathered, Shelf
 
 AGAIN = "megatron_cz+recompute"
 MIXED = (AGAIN, "megatron_cz", AGAIN, "megatron_cz+selective")
@@ -54,3 +54,31 @@ def test_weights_are_on_their_way_when_a_block_asks(
         assert len(forward) >= 5 and all(forward[1:]), forward
         # nothing of backward comes before its first weights
         assert len(backward) >= 5 and all(backward[1:]), backward
+
+
+def held_after_backward() -> int:
+    """Bytes of whole weights that lie here while the loss lives, of a model that trains none."""
+    import paradyse
+
+    made: list[Gathered] = []
+    make = Gathered.make
+
+    def note(gathered: Gathered) -> list[torch.Tensor]:
+        made.append(gathered)
+        return make(gathered)
+
+    model = make_model("llama").requires_grad_(False)
+    paradyse.shard(model)
+    options = {"plan": "megatron_cz", "inner": "eager"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    batch = make_batch("plain", 2, 11)
+    prompt = torch.randn(2, 11, model.config.hidden_size, requires_grad=True)
+    with patch.object(Gathered, "make", note):
+        loss = compiled(inputs_embeds=prompt, labels=batch["labels"]).loss
+    loss.backward()
+    assert made and prompt.grad is not None and loss.grad_fn is not None
+    return sum(w.untyped_storage().nbytes() for gathered in made for w in gathered.wholes)
+
+
+def test_frozen_weights_are_let_go_of_once_backward_is_over(pool2: RankPool) -> None:
+    assert pool2.run(held_after_backward) == [0, 0]
