@@ -47,6 +47,9 @@ def make_room(folder: Path, step: int) -> Path:
         raise ValueError(f"{folder} cannot be made ({e.strerror}); give another folder") from e
     for remains in folder.glob("step-*.tmp"):
         shutil.rmtree(remains)
+    complete = _complete(folder)
+    for old in [p for p in complete if p.suffix and p.with_suffix("") in complete]:
+        _remove(old)
     return folder / f"step-{step:08d}"
 
 

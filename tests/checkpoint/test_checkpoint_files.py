@@ -18,6 +18,7 @@ from test_checkpoint import contents, equal
 from torch import nn
 
 import paradyse
+from paradyse.checkpoint.folder import METADATA, make_room
 
 # Killed while saving
 
@@ -249,3 +250,13 @@ def save_small(folder: str) -> None:
 
 
 # Files for transformers
+
+
+def test_what_a_killed_save_had_replaced_counts_for_no_step(tmp_path: Path) -> None:
+    """It was killed before it removed what it had replaced: ``keep`` counts steps."""
+    for name in ("step-00000010.old", "step-00000020", "step-00000020.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / METADATA).touch()
+    assert make_room(tmp_path, 30).name == "step-00000030"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step-00000010.old", "step-00000020"}
