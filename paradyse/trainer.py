@@ -258,6 +258,12 @@ class TrainerMixin(_Trainer):
             self._whole_state = full_state_dict(self.model, cpu=True, rank0_only=one)
         super().save_model(output_dir, _internal_call)
         self._whole_state = None
+        if _internal_call:
+            _wait_for_writer()
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        _wait_for_writer()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, self._whole_state if state_dict is None else state_dict)
@@ -294,6 +300,13 @@ class TrainerMixin(_Trainer):
         load_checkpoint(Path(checkpoint, SHARDS), self.model, plain_optimizer(self.optimizer))
         saved = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(saved)
+
+
+def _wait_for_writer() -> None:
+    """Whole files are written by one rank alone, which may take longer than the others wait for it
+    in a call: here they do as long as the process group has it."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 class _Rest(torch.utils.data.IterableDataset[Any]):

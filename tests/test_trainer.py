@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,40 @@ def seeds_of_workers(folder: str) -> int:
 
 def test_workers_of_one_group_draw_the_same(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(seeds_of_workers, str(tmp_path), timeout_s=100) == [0, 0]
+
+
+def saved_slowly(folder: str) -> int:
+    """Steps that are done where the first rank writes a model for longer than ranks wait for one
+    another in a call."""
+    import paradyse
+
+    module = example()
+    with fresh_accelerate(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARADYSE_COLLECTIVE_TIMEOUT_S", "4")
+        torch._dynamo.reset()
+        trainer = module.Trainer(
+            model=paradyse.shard(module.make_model(LONGEST)),
+            args=arguments(
+                folder, eval_strategy="no", max_steps=2, save_steps=1, save_strategy="steps"
+            ),
+            train_dataset=module.Documents(Path(os.__file__).parent, 0, 8, LONGEST),
+            data_collator=module.pad,
+            backend_options={"inner": "eager"},
+        )
+        save = trainer._save
+
+        def slowly(*args: Any, **kwargs: Any) -> None:
+            time.sleep(6 * trainer.args.should_save)
+            save(*args, **kwargs)
+
+        patch.setattr(trainer, "_save", slowly)
+        trainer.train()
+        return int(trainer.state.global_step)
+
+
+@pytest.mark.broad
+def test_a_save_may_take_longer_than_ranks_wait_in_a_call(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(saved_slowly, str(tmp_path), timeout_s=100) == [2, 2]
 
 
 def test_what_another_run_left_in_a_checkpoint_is_no_part_of_it(tmp_path: Path) -> None:
