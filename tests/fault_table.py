@@ -16,6 +16,7 @@ from fault_mixed import MIXED_FAULTS
 from fault_mixers import MIXER_FAULTS
 from fault_overlap import OVERLAP_FAULTS
 from fault_own_models import OWN_MODEL_FAULTS
+from fault_shared import SHARED_FAULTS
 from fault_splits import SPLIT_FAULTS
 from fault_workflows import WORKFLOW_FAULTS
 
@@ -419,7 +420,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "gradients that were there before are dropped",
         "paradyse/weights/no_sync.py",
-        "w.grad = rest_part(w, w.grad)",
+        "w.grad = rest_part(w, w.grad, place=w.grad)",
         "w.grad = None",
         (f"{NO_SYNC}test_cleared_gradients_are_gone_and_others_stay",),
     ),
@@ -491,6 +492,7 @@ FAULTS: tuple[Fault, ...] = (
     *EXPERT_FAULTS,
     *WORKFLOW_FAULTS,
     *OWN_MODEL_FAULTS,
+    *SHARED_FAULTS,
     *SPLIT_FAULTS,
     *FORECAST_FAULTS,
 )

@@ -322,7 +322,6 @@ WHOLE_OR_SHARDED: dict[Callable[[Loop], None], str] = {
     autocast: "disagree on the program .*autocast",
     checkpointing: "disagree on the program .*gradient checkpointing",
     frozen_weights: "disagree on how many weights are trained",
-    another_weight_frozen: "disagree on which weights are trained .*requires_grad",
     skips_a_batch: "disagree on the sequence length: rank 0: 12, ",
     skips_a_batch_of_one_length: "disagree on the batch",
     skips_backward: r"runs backward of training call \d+.*calls the model .training call \d+",
@@ -339,6 +338,7 @@ WHOLE_OR_SHARDED: dict[Callable[[Loop], None], str] = {
     other_random_state: "disagree on the random state",
     evaluates_a_model_with_dropout: "disagree on",
     computed_whole: "disagree on the batch",
+    another_weight_frozen: "disagree on which weights are trained .*requires_grad",
 }
 SHARDED: dict[Callable[[Loop], None], str] = {
     clips_gradients: "calls the model .*computes norms",

@@ -66,6 +66,7 @@ def off_by(sharded: bool, plan: str, later: bool) -> float:
 @pytest.mark.parametrize(
     ("sharded", "plan", "later"),
     [(True, "megatron_ts", False), (False, "replicated", True), (True, "megatron_ts", True)],
+    ids=["rows", "kept back", "rows kept back"],
 )
 def test_each_weight_has_a_gradient_of_its_own(
     sharded: bool, plan: str, later: bool, pool2: RankPool

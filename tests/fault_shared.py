@@ -1,0 +1,136 @@
+"""Faults of memory that values share, and of what ranks and runs share (``fault_table.py``)."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+LAYOUTS = "tests/test_own_layouts.py::test_models_are_as_without_the_backend"
+GRADIENTS = "tests/weights/test_shared_gradients.py::test_each_weight_has_a_gradient_of_its_own"
+REPLICAS = "tests/distributed/test_replicas.py::test_replicas_"
+FROZEN = "another_weight_frozen-disagree on which weights are trained .*requires_grad-False"
+
+SHARED_FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "copies are dropped whose memory a view as complex numbers reads",
+        "passes/simplify.py",
+        "        same = not _is_read_as_it_lies(node)",
+        "        same = True",
+        (f"{LAYOUTS}[HalvesAsComplex]",),
+    ),
+    Fault(
+        "any swap of three dims is taken for one of the last two",
+        "passes/fold_attention.py",
+        "_taken_together(x.args[0] if _swaps_last(x) else x)",
+        "_taken_together(x.args[0] if x.target is aten.transpose.int else x)",
+        (f"{LAYOUTS}[OneOfTokensFirst]",),
+    ),
+    Fault(
+        "a dim between those of a bias is passed over",
+        "passes/recover_masks.py",
+        "            if args[1] % len(shape_of(mask)):",
+        "            if False:",
+        (f"{LAYOUTS}[BiasOfSequences]",),
+    ),
+    Fault(
+        "who read a tensor that was viewed in place read it as it was",
+        "passes/retrace.py",
+        '        if n.op == "call_method" and n.target in _VIEWS_IN_PLACE:',
+        "        if False:",
+        (f"{LAYOUTS}[ViewsInPlace]",),
+    ),
+    Fault(
+        "rates are measured where one rank reads what was predicted",
+        "paradyse/choice.py",
+        "        is_known = workload.dtype in self._known_rates",
+        "        is_known = self.planner.chooses",
+        ("tests/profiling/test_step_reports.py::test_one_rank_alone_may_read_what_was_predicted",),
+    ),
+    Fault(
+        "two sharded weights have one gradient's memory",
+        "paradyse/weights/unshard.py",
+        "like.with_rows(_for_one_weight(grad))",
+        "like.with_rows(grad)",
+        (f"{GRADIENTS}[rows]",),
+    ),
+    Fault(
+        "two weights have the memory of one gradient that was kept back",
+        "paradyse/weights/no_sync.py",
+        "    return rows.clone() if summed is None",
+        "    return rows if summed is None",
+        (f"{GRADIENTS}[kept back]",),
+    ),
+    Fault(
+        "which weights are trained is not compared",
+        "paradyse/planned_program.py",
+        "            TRAINED: digest(trained),\n",
+        "",
+        (f"tests/distributed/test_asymmetric_ranks.py::test_two_ranks[{FROZEN}]",),
+    ),
+    Fault(
+        "replicas do not compare where gradients come together",
+        "paradyse/planned_program.py",
+        "{JOINED: digest(joined)} if capture.replicas.size > 1 else {}",
+        "{}",
+        (f"{REPLICAS}train_the_same_weights",),
+    ),
+    Fault(
+        "replicas of single ranks start from any weights",
+        "paradyse/backend.py",
+        "            self._agree_with_replicas(trains)\n            return None",
+        "            return None",
+        (f"{REPLICAS}of_single_ranks_start_from_the_same_weights",),
+    ),
+    Fault(
+        "a checkpoint keeps the shards of another run",
+        "paradyse/trainer.py",
+        "        if self.args.should_save and not (sharded and _internal_call):",
+        "        if False:",
+        ("tests/test_trainer.py::test_what_another_run_left_in_a_checkpoint_is_no_part_of_it",),
+    ),
+    Fault(
+        "ranks do not wait for the one that writes a model",
+        "paradyse/trainer.py",
+        "        if _internal_call:\n            _wait_for_writer()\n",
+        "",
+        ("tests/test_trainer.py::test_a_save_may_take_longer_than_ranks_wait_in_a_call",),
+    ),
+    Fault(
+        "sequences of another length than the first rank's are taken",
+        "paradyse/mixed/batches.py",
+        '                    if (here := len(read[indices[i]]["input_ids"])) != lengths[i]:',
+        "                    if here := 0:",
+        ("tests/mixed/test_training.py::test_ranks_have_the_same_sequences_in_the_same_order",),
+    ),
+    Fault(
+        "frozen weights stay whole behind backward",
+        "paradyse/weights/unshard.py",
+        "            at_end_of_backward(gathered.free)",
+        "            pass",
+        ("tests/weights/test_unshard.py::test_frozen_weights_are_let_go_of_once_backward_is_over",),
+    ),
+    Fault(
+        "ways are measured beyond the positions of a model",
+        "paradyse/mixed/measured_ways.py",
+        "            longest = min(most, positions or most)",
+        "            longest = most",
+        (
+            "tests/mixed/test_measured_ways.py::test_no_sequence_is_longer_than_the_model_has_positions_for",
+        ),
+    ),
+    Fault(
+        "a state of shards is not looked for where weights are whole",
+        "paradyse/accelerator.py",
+        "        if written and not sharded:",
+        "        if False:",
+        ("tests/test_accelerator.py::test_what_several_ranks_saved_goes_on_with_whole_weights",),
+    ),
+    Fault(
+        "what a killed save had replaced counts as a step",
+        "paradyse/checkpoint/folder.py",
+        '    for old in [p for p in complete if p.suffix and p.with_suffix("") in complete]:',
+        "    for old in ():",
+        (
+            "tests/checkpoint/test_checkpoint_files.py::test_what_a_killed_save_had_replaced_counts_for_no_step",
+        ),
+    ),
+)
