@@ -90,7 +90,8 @@ class ViewsInPlace(Decoder):
         self.seen = ids.ne(0)
         self.seen.unsqueeze_(1)
         x = self.layers_of(self.embed(ids))
-        means = x.mean(-1, keepdim=True)
+        means = x.mean(-1)
+        means.unsqueeze_(-1)
         again = means.squeeze_(-1).unsqueeze_(-1)
         again.add_(1)
         return x * means

@@ -251,3 +251,20 @@ def test_without_autocast_nothing_is_cast() -> None:
 def test_a_graph_of_numbers_alone_has_nothing_to_cast() -> None:
     gm = retrace(fx.symbolic_trace(lambda n: n + 1), [3])
     assert make_autocast_explicit(gm, context()) == 0
+
+
+def test_views_in_place_are_views() -> None:
+    """Of all names that the tensor has by then."""
+
+    def fn(x: Tensor) -> Tensor:
+        means = x.mean(-1)
+        means.unsqueeze_(-1)
+        again = means.squeeze_(-1).unsqueeze_(-1)
+        turned = x + 1
+        turned.transpose_(0, 1)
+        return x * means + again + turned.t()
+
+    gm = retrace(fx.symbolic_trace(fn), [like(3, 4)])
+    assert not any(name.endswith("_") for name in operators(gm))
+    x = torch.randn(3, 4)
+    assert torch.equal(gm(x), fn(x))
