@@ -88,7 +88,8 @@ class Captured(Protocol):
     def agree(
         self, args: Sequence[Any], facts: Mapping[str, Any], common: Mapping[str, Any]
     ) -> Call | None:
-        """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
+        """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls; of one
+        that trains what is ``common`` with replicas' calls too."""
 
     def dumping(self, work: Callable[[], T]) -> T:
         """What ``work`` gives, which writes dumps on one rank: what it raises all ranks raise."""

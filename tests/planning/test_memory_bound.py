@@ -13,6 +13,7 @@ from harness import RankPool
 from tiny import Tiny, tokens
 
 from paradyse.config import AUTO
+from paradyse.distributed import collectives
 from paradyse.types import ATTENTION_STRATEGIES, Workload
 
 MEASURED = (128, 320, 640, 800)
@@ -37,7 +38,6 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
     """The longest length of every strategy and of ``auto``, and bytes measured there."""
     import paradyse
     from paradyse.planning.planner import Planner
-    from paradyse.profiling.book import everyone
     from paradyse.profiling.steps import Steps
     from paradyse.runtime.registry import captures_of
 
@@ -75,7 +75,8 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
 
         def measured(seq_len: int, plan: str) -> int:
             steps.run(seq_len, plan)
-            return max(everyone(planner.static_bytes + steps.memory(seq_len, plan).peak_bytes))
+            held = planner.static_bytes + steps.memory(seq_len, plan).peak_bytes
+            return max(collectives.gather_objects(held, steps.axis, collectives.PROFILE))
 
         longest = {s: planner.longest(work(1), MOST, plan) for s, plan in every.items()}
         longest[AUTO] = planner.longest(work(1), MOST)
