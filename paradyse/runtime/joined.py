@@ -30,8 +30,8 @@ def gradient_order(program: Program) -> list[Any]:
     number = {n: i for i, n in enumerate(filter(is_weight, program.placeholders))}
     found = []
     for step in program.steps:
-        summed = [number[n] for n, at in first.items() if at is step]
-        beside = filter(is_weight, step.piece.inputs)
+        summed = [number[n] for n, at in first.items() if at is step and n in number]
+        beside = [n for n in step.piece.inputs if n in number]  # not constants of the graph
         read = [number[n] for n in beside if not (step.split and n in first)]
         if summed or read:
             found.append((summed, read))
