@@ -301,8 +301,8 @@ class AcceleratorMixin(OverReplicas):
             self._tell_hooks("_save_model_state_pre_hook", sharded)
             folder = super().save_state(output_dir, *args, **kwargs)
         if not sharded and self.is_main_process:
-            for at in Path(folder).glob(f"{SHARDS}_*"):  # another run's
-                shutil.rmtree(at)
+            for at in Path(folder).glob(f"{SHARDS}_*"):
+                remove_shards(at)
         for i, (model, optimizer) in enumerate(sharded):
             at = Path(folder, f"{SHARDS}_{i}")
             # accelerate counts steps of an epoch alone, and each save takes the place of the last
@@ -366,8 +366,9 @@ class AcceleratorMixin(OverReplicas):
         groups = _stepped_together(models, optimizers)
         joined = [g[0] if len(g) == 1 else nn.ModuleList(g) for g in groups]
         sharded = [m for m in joined if is_sharded(m)]
-        written = folder is not None and Path(folder, f"{SHARDS}_0").is_dir()
-        if sharded and folder is not None and not written:
+        at = None if folder is None else Path(folder).expanduser()
+        written = at is not None and (at / f"{SHARDS}_0").is_dir()
+        if sharded and at is not None and at.is_dir() and not written:
             raise ValueError(
                 f"{folder} was written by a run whose weights were whole on every rank; leave "
                 "paradyse.shard out to go on from it"
@@ -413,6 +414,13 @@ def check_no_mesh(of: Any, backend_options: Mapping[str, Any] | None) -> None:
             "backend_options have a mesh, by which batches would not be dealt to replicas: give it "
             f"to {type(of).__name__} as mesh="
         )
+
+
+def remove_shards(folder: Path) -> None:
+    """Remove ``folder`` if it has checkpoints by ``paradyse.save_checkpoint``: those of another
+    run, in a place where this one saves weights that are whole."""
+    if any(folder.glob("step-*")):
+        shutil.rmtree(folder)
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:

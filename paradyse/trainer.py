@@ -12,7 +12,6 @@ calls the original.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -31,6 +30,7 @@ from paradyse.accelerator import (
     lies_on,
     over_replicas,
     plain_optimizer,
+    remove_shards,
     share_random_states,
 )
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
@@ -250,9 +250,10 @@ class TrainerMixin(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a whole model to ``output_dir``; Trainer itself sets ``_internal_call``."""
-        sharded, folder = is_sharded(self.model), output_dir or self.args.output_dir
-        if self.args.should_save and not (sharded and _internal_call):
-            shutil.rmtree(Path(folder, SHARDS), ignore_errors=True)  # another run's
+        sharded = is_sharded(self.model)
+        keeps = sharded and not self.args.save_only_model
+        if _internal_call and output_dir is not None and self.args.should_save and not keeps:
+            remove_shards(Path(output_dir, SHARDS))
         if sharded:
             one = not self.args.save_on_each_node
             self._whole_state = full_state_dict(self.model, cpu=True, rank0_only=one)

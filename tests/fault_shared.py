@@ -83,8 +83,8 @@ SHARED_FAULTS: tuple[Fault, ...] = (
     Fault(
         "a checkpoint keeps the shards of another run",
         "paradyse/trainer.py",
-        "        if self.args.should_save and not (sharded and _internal_call):",
-        "        if False:",
+        "output_dir is not None and self.args.should_save and not keeps:",
+        "False:",
         ("tests/test_trainer.py::test_what_another_run_left_in_a_checkpoint_is_no_part_of_it",),
     ),
     Fault(

@@ -442,7 +442,7 @@ def test_what_another_run_left_in_a_checkpoint_is_no_part_of_it(tmp_path: Path) 
 
     module = example()
     stale = tmp_path / "checkpoint-1" / SHARDS
-    stale.mkdir(parents=True)
+    (stale / "step-00000001").mkdir(parents=True)
     with fresh_accelerate():
         trainer = module.Trainer(
             model=module.make_model(LONGEST),
