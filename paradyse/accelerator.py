@@ -409,7 +409,7 @@ def check_no_mesh(of: Any, backend_options: Mapping[str, Any] | None) -> None:
     Raises:
         ValueError: ``backend_options`` have one.
     """
-    if "mesh" in (backend_options or {}):
+    if backend_options and backend_options.get("mesh") is not None:
         raise ValueError(
             "backend_options have a mesh, by which batches would not be dealt to replicas: give it "
             f"to {type(of).__name__} as mesh="

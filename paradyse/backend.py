@@ -222,8 +222,10 @@ class Capture:
 
     def _agree_with_replicas(self, trains: bool) -> None:
         """Compare the weights that a first call with them ``trains`` with those of replicas."""
-        if trains and not self._replicas_agree and (replicas := agreement_of(self.replicas)):
-            self._replicas_agree = True
+        if not trains or self._replicas_agree:
+            return
+        self._replicas_agree = True
+        if (replicas := agreement_of(self.replicas)) is not None:
             if not self.replicas.session.of(Compared).has("training", self.weights.held()):
                 replicas.compare("starts to train", {WEIGHTS: self.weights.checksum(sharded=True)})
 

@@ -193,7 +193,7 @@ def test_what_is_gathered_is_of_each_group_once(pool4: RankPool) -> None:
 REFUSED: Mapping[str, Any] = {
     "inductor": ({"dynamo_backend": "inductor"}, "leave it out"),
     "by environment": ({"environment": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),
-    "a mesh for the backend": ({"backend_options": {"mesh": None}}, "give it to Accelerator as"),
+    "a mesh for the backend": ({"backend_options": {"mesh": "2x1"}}, "give it to Accelerator as"),
     "dispatched": ({"dispatch_batches": True}, "share each batch"),
 }
 

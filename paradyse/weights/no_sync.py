@@ -284,7 +284,7 @@ def _with_rest(weight: Tensor, rest: Tensor | None, summed: Tensor | None) -> Te
     if isinstance(rest, ShardedTensor) and isinstance(weight, ShardedTensor):
         relayout(rest, weight.placement)
     rows = rows_for_use(rest)
-    return rows.clone() if summed is None else rows + summed  # autograd may have lent the rest
+    return rows if summed is None else rows + summed
 
 
 def bytes_kept(weights: Sequence[Tensor], axis: Axis) -> int:

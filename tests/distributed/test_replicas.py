@@ -213,6 +213,34 @@ def test_no_plans_are_tried_where_steps_wait_for_other_replicas(pool4: RankPool)
     assert pool4.run(tries_plans, (1, 4)) == [(True, True)] * 4
 
 
+def masked_each_its_own_way(family: str, sharded: bool) -> int:
+    """Calls that train where the mask of one replica's batch is of another kind than the other's,
+    or is not given."""
+    import paradyse
+
+    torch._dynamo.reset()
+    mesh = make_mesh((2, 2))
+    model = make_model(family)
+    if sharded:
+        paradyse.shard(model, mesh)
+    options = {"mesh": mesh, "plan": "ulysses_z", "inner": "eager"}
+    run: Any = torch.compile(model, backend="paradyse", options=options)
+    kinds = (("plain", "left"), ("right", "plain"), ("left", "right"), ("plain", "plain"))
+    for of in kinds:
+        replica = mesh.get_local_rank(0)
+        run(**make_batch(of[replica], 2, 9 + replica, seed=replica)).loss.backward()
+    return len(kinds)
+
+
+@pytest.mark.broad(but="gpt2-True")
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_replicas_may_have_masks_of_other_kinds(
+    family: str, sharded: bool, pool4: RankPool
+) -> None:
+    assert pool4.run(masked_each_its_own_way, family, sharded, timeout_s=100) == [4] * 4
+
+
 def told_of_other_weights(freezes: bool) -> str:
     """What ranks are told where replicas train other weights, or start from others."""
     mesh = make_mesh((2, 2) if freezes else (2, 1))
