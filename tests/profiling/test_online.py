@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -14,6 +15,7 @@ import torch
 from harness import RankPool
 from models import check, make_batch, make_model, run_step
 
+import paradyse
 from paradyse.planning.corrections import FLOOR, REST_WORKSPACE, STATIC
 from paradyse.profiling import marks as m
 from paradyse.profiling.online import Feedback, StepWatch, _Record
@@ -110,8 +112,6 @@ class Run:
 
     def rows(self, seq_len: int) -> dict[str, Any]:
         """Strategy -> what ``explain`` tells of it for the first attention."""
-        import paradyse
-
         report = paradyse.explain(self.compiled, 1, seq_len)
         return {row.strategy: row for row in report.blocks[0].rows}
 
@@ -147,7 +147,6 @@ def test_a_slow_collective_is_planned_around(pool2: RankPool) -> None:
 
 def watching(sharded: bool) -> list[tuple[int, int]]:
     """Blocks whose times were told apart, and by how many predictions, of each watched step."""
-    import paradyse
     from paradyse.profiling import online
 
     told: list[tuple[int, int]] = []
@@ -179,7 +178,6 @@ def test_what_blocks_wait_for_each_other_s_weights_is_told_apart(
 def watched_calls(path: str) -> list[int]:
     """Calls of which times were watched, of as many as two of them may be apart; the profile is of
     a model that is compiled without ``dynamic=True``."""
-    import paradyse
     from paradyse.profiling import online
 
     with pytest.MonkeyPatch.context() as patch:
@@ -370,8 +368,6 @@ def held(run: Run, seq_len: int) -> Any:
 
 def train_underrated(steps: int) -> dict[str, Any]:
     """Plans, what they really save, and what is told of the first one afterwards."""
-    import paradyse
-
     seen: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         underrate(patch)
@@ -465,3 +461,20 @@ def test_emptied_memory_does_not_count() -> None:
     assert total - saved.alive_bytes() == 9 * 4
     del y  # nor does what is saved keep itself alive
     assert saved.alive_bytes(storages([given])) == 0
+
+
+def one_rank_watches_no_memory() -> int:
+    """Calls of ranks of which one has hooks of saved tensors of its own."""
+    torch._dynamo.reset()
+    model = paradyse.shard(make_model("llama"))
+    options = {"inner": "eager", "strategies": ["metp"], "levers": []}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    for _ in range(30):
+        hooked = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with hooked if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
+            compiled(**make_batch("plain", 2, 9)).loss.backward()
+    return paradyse.stats(compiled).steps
+
+
+def test_a_rank_that_cannot_watch_memory_sends_as_those_that_do(pool2: RankPool) -> None:
+    assert pool2.run(one_rank_watches_no_memory, timeout_s=60) == [30, 30]
