@@ -36,7 +36,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
-    train = Documents(FOLDER, 0, 40, args.longest)
+    train = Documents(FOLDER, 0, args.steps * args.batch * args.replicas, args.longest)
     evaluation = Documents(FOLDER, 40, 5, args.longest)
     loaders = [
         torch.utils.data.DataLoader(d, args.batch, collate_fn=pad) for d in (train, evaluation)
@@ -56,8 +56,6 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
         losses.append(row)
-        if len(losses) == args.steps:
-            break
     model.eval()
     with torch.no_grad():
         found = []

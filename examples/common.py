@@ -22,10 +22,12 @@ FOLDER = Path(os.__file__).parent
 
 
 class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Source files as bytes, of very different lengths."""
+    """``number`` source files as bytes, of very different lengths: from the first again behind the
+    last one."""
 
     def __init__(self, folder: Path, skip: int, number: int, longest: int):
-        self.files = sorted(folder.glob("*.py"))[skip : skip + number]
+        files = sorted(folder.glob("*.py"))
+        self.files = [files[i % len(files)] for i in range(skip, skip + number)]
         self.longest = longest
 
     def __len__(self) -> int:

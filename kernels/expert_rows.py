@@ -12,6 +12,7 @@ may change: where a token was read k times they are k rows that are next to each
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -153,9 +154,21 @@ def _outer_fake(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
 
 
+Reader = Callable[[Tensor], list[int]]
+
+_READERS: list[Reader] = [Tensor.tolist]
+"""How the host reads ``ends``: the last one."""
+
+
+def read_by(reader: Reader) -> Reader:
+    """Have the host read ``ends`` by ``reader``, as where what they are made of may never come."""
+    _READERS.append(reader)
+    return reader
+
+
 def _stretches(of_experts: Tensor, ends: Tensor) -> Any:
     """(what is an expert's, its first row, the row behind its last) of those that have rows."""
-    bounds = [0, *ends.tolist()]
+    bounds = [0, *_READERS[-1](ends)]
     for w, start, end in zip(of_experts, bounds, bounds[1:]):
         if start < end:
             yield w, start, end

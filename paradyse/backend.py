@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor, fx
 from paradyse.config import Options, parse_options, with_environment
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import agreement_of
-from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import (
+    Axis,
+    GroupMesh,
+    check_device,
+    everyone_of,
+    lacks_group,
+    resolve_axis,
+    resolve_replicas,
+)
 from paradyse.distributed.calls import Call
 from paradyse.distributed.compared import Compared
 from paradyse.distributed.facts import GRADIENTS, INPUTS, JOINED, PROGRAM, WEIGHTS
@@ -79,12 +88,23 @@ def paradyse(
             f"mode={mode!r} chooses settings of inductor, and this backend has no modes: leave it "
             'out; options={"inner": "inductor"} has inductor compile the pieces, as is the default'
         )
+    if num_ranks := lacks_group():
+        _warn_alone(num_ranks)
     collectives.timeout()
     make_room_for_graphs()
     parsed = parse_options(with_environment(options), OPTIONAL)
     capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
     registry.register(capture)
     return capture.run if capture.fallback is None else capture.run_whole
+
+
+@cache
+def _warn_alone(num_ranks: int) -> None:
+    log.warning(
+        "%d ranks were started (WORLD_SIZE), but no process group joins them: each computes for "
+        "itself alone; call torch.distributed.init_process_group before the model",
+        num_ranks,
+    )
 
 
 class Capture:
@@ -128,13 +148,21 @@ class Capture:
         plan = "a function" if callable(options.plan) else options.plan
         limits = options.levers, options.memory_limit, options.host_memory, options.smoothing
         self._options = str((plan, options.strategies, *limits, options.retry_out_of_memory))
-        problem = empty_input(self.placeholders, examples)
-        if problem:
+        empty, all_are = empty_input(self.placeholders, examples)
+        if all_are:
 
             def fail(*args: Any) -> Any:
-                raise ValueError(problem)
+                raise ValueError(
+                    f"{empty}: batch and sequence must both be at least 1; drop empty batches "
+                    "before calling the model"
+                )
 
             self.fallback = fail
+            return
+        if empty:  # as of a batch of images without objects
+            self._own_notes.append(empty)
+            self._allow_whole(examples)
+            self.fallback = self._whole_graph(examples)
             return
         self.trace = trace_inputs(self.placeholders, examples)
         self._compared = sorted({*self.data, *self.trace.scales})  # with what scales tensors
@@ -261,6 +289,7 @@ class Capture:
         self._program_notes = ctx.notes
         if program is None:
             return None
+        check_device(program.device, (program.everyone, program.replicas))
         self._lay_out(program)
         graph = PlannedProgram(program, self, inputs)
         named = shown_factors(program)

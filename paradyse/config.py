@@ -435,7 +435,7 @@ def with_environment(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     for key, value in _read_environment(os.environ.get(ENVIRONMENT, "")).items():
         if given.get(key) is None:
             given[key] = value
-        else:
+        elif given[key] != value:
             log.info("%s: option %r is not used, the program gives it", ENVIRONMENT, key)
     return given
 

@@ -155,6 +155,17 @@ def _traces_for(tx: Any, backend: str) -> bool:
     return getattr(tx.output.compiler_fn, "_compiler_name", None) == backend
 
 
+def backend_traced_for() -> str | None:
+    """The name of the backend that Dynamo traces for now; None where it traces nothing."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    return getattr(getattr(tx.output, "compiler_fn", None), "_compiler_name", None)
+
+
 _REQUIRING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 

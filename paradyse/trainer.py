@@ -34,6 +34,7 @@ from paradyse.accelerator import (
     share_random_states,
 )
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
+from paradyse.distributed.axis import lacks_group
 from paradyse.mixed.batches import MixedBatches, MixedStep
 from paradyse.mixed.training import MixedModel
 from paradyse.profiling.step_reports import calls_of
@@ -81,7 +82,8 @@ class TrainerMixin(_Trainer):
         log_steps: add the latest call's length, plan and speed (``StepReport.scalars``) to what
             Trainer logs, and so to TensorBoard, wandb or whatever it reports to.
     Raises:
-        ValueError: a mesh without some of the ranks, or one in ``backend_options``; arguments of
+        ValueError: a mesh without some of the ranks, or one in ``backend_options``; what
+            ``torch.compile`` returned as the model; one process with several GPUs; arguments of
             Trainer's that split data or wrap the model in a way of their own, or that do not go
             with ``batches``; one of TRL's trainers that sample (GRPOTrainer, RLOOTrainer, ..), on
             several ranks.
@@ -113,25 +115,31 @@ class TrainerMixin(_Trainer):
     ) -> None:
         self._log_steps, self._batches = log_steps, batches
         self._mixed: MixedModel | None = None
-        self._sequence, self._replicas = axes_of_all(mesh, "Trainer")
         self._mesh = mesh
         self._whole_state: dict[str, Any] | None = None
         self._ran = False
-        world = self._sequence.size * self._replicas.size
-        if world > 1 and hasattr(type(self), "_generate_and_score_completions"):  # TRL's
+        num_ranks = dist.get_world_size() if dist.is_initialized() else lacks_group()
+        if num_ranks > 1 and hasattr(type(self), "_generate_and_score_completions"):  # TRL's
             raise ValueError(
                 f"{type(self).__name__} deals prompts, random seeds and rewards to single ranks, "
                 "where the ranks of a sequence group are to have the same: on several ranks write "
                 "the loop yourself, as examples/grpo_loop.py does"
             )
         check_no_mesh(self, backend_options)
+        given = kwargs.get("model", args[0] if args else None)
+        if original_module(given) is not given:
+            raise ValueError(
+                "the model is what torch.compile returned, by whose names of weights nothing that "
+                "is saved could be loaded: give the model itself, which TrainerMixin compiles with "
+                'backend_options, or call model.compile(backend="paradyse", ...)'
+            )
         super().__init__(*args, **kwargs)
         if self.model_init is not None:
             raise ValueError(
                 "model_init makes another model for each training, of which only the first would "
                 "be compiled: give model=model_init(), and a Trainer for each training"
             )
-        _check(self.args, world)
+        _check(self.args, self._sequence.size * self._replicas.size)
         model = self.model
         if batches is not None:
             _check_mixed(self, batches, mesh)
@@ -163,8 +171,13 @@ class TrainerMixin(_Trainer):
         share_random_states(self._sequence, self._mesh, own.is_file())
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Trainer's own; the Accelerator takes each sequence group for one process."""
-        super().create_accelerator_and_postprocess()
+        """Trainer's own; the Accelerator takes each sequence group for one process.
+
+        Raises:
+            ValueError: of a mesh, as of the class.
+        """
+        super().create_accelerator_and_postprocess()  # ranks are joined now
+        self._sequence, self._replicas = axes_of_all(self._mesh, "Trainer")
         over_replicas(self.accelerator, self._sequence, self._replicas)
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -358,6 +371,11 @@ def _check_mixed(trainer: Any, batches: Any, mesh: Any) -> None:
 
 def _check(args: Any, world: int) -> None:
     """Refuse what would split data by rank, or wrap the model."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs, over which Trainer copies the model: start a "
+            "process for each with torchrun, or have it see one (CUDA_VISIBLE_DEVICES=0)"
+        )
     if world == 1:
         return
     refused = {

@@ -18,7 +18,7 @@ from paradyse.planning.tables import Rows, Shown, rich_table, text_table
 from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.types import ATTENTION_STRATEGIES, BATCH, REPLICATED, Plan, Point, Workload
-from paradyse.weights.shard import check_module
+from paradyse.weights.shard import check_module, is_sharded
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative norm of a difference: strategies add up the same terms in another order. Half
@@ -113,14 +113,15 @@ def verify(
     batch.
 
     Args:
-        model: a module whose output has ``.loss``; of what ``torch.compile`` returned, its own.
+        model: a module whose output has ``.loss``, with whole weights: before ``paradyse.shard``,
+            or a copy of it from then; of what ``torch.compile`` returned, its own.
         batch: keyword arguments of one call, labels included; [B, S] tensors.
         options: options of the backend other than ``plan``.
     Returns:
         For each plan the relative error of the loss and of the worst gradient, or why no block can
         run under the strategy.
     Raises:
-        ValueError: an argument is wrong, or the output has no loss.
+        ValueError: an argument is wrong, the model is sharded, or the output has no loss.
 
     Example:
 
@@ -177,6 +178,11 @@ def _check(model: Any, batch: Any, options: Mapping[str, Any] | None) -> None:
     check_module(model)
     if compiled_call_of(model) is not None:
         raise ValueError("model.compile() was called: verify the model before, or a copy of it")
+    if is_sharded(model):
+        raise ValueError(
+            "the model is sharded, and one device computes with whole weights: verify the plain "
+            "model, before paradyse.shard, or a copy of it"
+        )
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to verify")
     if not isinstance(batch, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,7 @@ class MaskValues:
     def _interpret(self, node: fx.Node) -> Expr:
         band = node.meta.get("band")
         if isinstance(band, Band):
+            node.meta["band_uses"].append(node.name)
             n = len(shape_of(node))
             return band.at(var(n - 2), var(n - 1))
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -262,7 +264,8 @@ class MaskValues:
                 b.is_const and (a.is_const or isinstance(a.single(), Load | Where))
             ):
                 raise NotUnderstood
-            return eq0(sub(a, b)) if name == "eq" else negate(eq0(sub(a, b)))
+            same = eq0(sub(a, b)) if whole else _equals(a, b)
+            return same if name == "eq" else negate(same)
         if whole:
             low, high = (a, b) if name in ("le", "lt") else (b, a)
             return le0(add(sub(low, high), Lin(int(name in ("lt", "gt")))))
@@ -449,6 +452,17 @@ class MaskValues:
                     raise NotUnderstood  # a negative index counts from the end
                 moved[d] = at
         return self._moved(x, moved)
+
+
+def _equals(x: Lin, y: Lin) -> Bool:
+    """Whether ``x``, floats, is the constant ``y``: their difference says nothing of infinities."""
+    if x.is_const:
+        return truth(x.const == y.const)
+    if isinstance(w := x.single(), Where):
+        return choose(w.condition, _equals(w.then, y), _equals(w.other, y))
+    if not math.isfinite(y.const):
+        raise NotUnderstood
+    return eq0(sub(x, y))
 
 
 def _select(condition: Bool, then: Expr, other: Expr, node: fx.Node) -> Expr:

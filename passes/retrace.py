@@ -290,6 +290,15 @@ _PRODUCTS = {
     aten.addmm.default,
     aten.baddbmm.default,
     aten.scaled_dot_product_attention.default,
+    aten.conv1d.default,
+    aten.conv1d.padding,
+    aten.conv2d.default,
+    aten.conv2d.padding,
+    aten.conv3d.default,
+    aten.conv3d.padding,
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
 }
 """Operators that take inputs of one dtype; fake tensors do not hold them to it."""
 

@@ -21,10 +21,10 @@ _BY_DIMS = {
     aten.sum.dim_IntList: aten.sum.dim_IntList,
     aten.mean.default: aten.mean.dim,
     aten.mean.dim: aten.mean.dim,
-    aten.logsumexp.default: aten.logsumexp.default,
 }
 """Reductions that are of some dims what they are of these one after the other, gradients too: that
-of a maximum is shared by all places that have it."""
+of a maximum is shared by all places that have it, and a ``logsumexp`` of nothing but -inf, as of a
+token that is masked out, has none."""
 
 
 def stage_sums(gm: fx.GraphModule, ctx: Any) -> int:
@@ -77,12 +77,10 @@ def _stage(gm: fx.GraphModule, node: fx.Node, apart: list[int]) -> None:
     """Have ``node`` reduce what was reduced over the dims ``apart``."""
     x, val = node.args[0], node.meta["val"]
     wide = argument(node, "dtype") or sum_dtype(x.meta["val"])
-    adds = _BY_DIMS[node.target] in (aten.sum.dim_IntList, aten.mean.dim)
     with gm.graph.inserting_before(node):
-        kwargs = {"dtype": wide} if adds else {}
-        first = call_like(node, _BY_DIMS[node.target], (x, apart, True), kwargs)
+        first = call_like(node, _BY_DIMS[node.target], (x, apart, True), {"dtype": wide})
     node.replace_input_with(x, first)
-    if adds and val.dtype != wide:
+    if val.dtype != wide:
         node.meta = {**node.meta, "val": val.new_empty(val.shape, dtype=wide)}
         with gm.graph.inserting_after(node):
             last = gm.graph.call_function(aten.to.dtype, (node, val.dtype))

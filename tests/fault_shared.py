@@ -142,4 +142,45 @@ SHARED_FAULTS: tuple[Fault, ...] = (
             "tests/profiling/test_online.py::test_a_rank_that_cannot_watch_memory_sends_as_those_that_do",
         ),
     ),
+    Fault(
+        "other backends compile sharded weights",
+        "paradyse/weights/sharded_tensor.py",
+        "        if name is not None:\n            _check_backend(name)",
+        '        if False:\n            _check_backend(name or "")',
+        ("tests/weights/test_host_shards.py::test_other_backends_are_refused[aot_eager]",),
+    ),
+    Fault(
+        "Trainer counts ranks before they are joined",
+        "paradyse/trainer.py",
+        """        super().create_accelerator_and_postprocess()  # ranks are joined now
+        self._sequence, self._replicas = axes_of_all(self._mesh, "Trainer")
+""",
+        """        self._sequence, self._replicas = axes_of_all(self._mesh, "Trainer")
+        super().create_accelerator_and_postprocess()
+""",
+        ("tests/test_before_ranks_join.py::test_a_trainer_that_makes_its_own_arguments",),
+    ),
+    Fault(
+        "what torch.compile returned is trained by Trainer",
+        "paradyse/trainer.py",
+        "        if original_module(given) is not given:",
+        "        if False:",
+        ("tests/test_trainer_models.py::test_what_torch_compile_returned_is_refused",),
+    ),
+    Fault(
+        "weights are sharded before ranks are joined",
+        "paradyse/weights/shard.py",
+        '    check_group("paradyse.shard")\n',
+        "",
+        (
+            "tests/test_before_ranks_join.py::test_what_would_be_of_one_rank_is_refused[paradyse.shard]",
+        ),
+    ),
+    Fault(
+        "a profile's file takes another model",
+        "paradyse/profiling/book.py",
+        "        if self._structures and not self._structures & {b.structure for b in blocks}:",
+        "        if False:",
+        ("tests/profiling/test_measure.py::test_a_file_is_of_one_model",),
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -75,6 +76,30 @@ def same(got: Rows, want: Rows) -> None:
     assert len(got) == len(want) >= 4
     for mine, theirs in zip(got, want, strict=True):
         assert mine == pytest.approx(theirs, rel=EXACT)
+
+
+def test_files_come_again_behind_the_last_one(tmp_path: Path) -> None:
+    """However many steps are asked for, there is a document for each."""
+    for name in "abc":
+        (tmp_path / f"{name}.py").write_text(name)
+    found = runpy.run_path(str(EXAMPLES / "common.py"))["Documents"](tmp_path, 1, 6, 8)
+    letters = "".join(chr(found[i]["input_ids"].item()) for i in range(len(found)))
+    assert letters == "bcabca"
+
+
+MANY = 47
+"""Steps of two sequences each, whose files are too few for so many."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain_loop", "fine_tune", "accelerate_loop", "fabric_loop"])
+def test_there_are_as_many_steps_as_asked(name: str, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    given = ["--out", "out", "--longest", "16", "--steps", str(MANY), "--inner", "eager"]
+    start([sys.executable, str(EXAMPLES / f"{name}.py"), *given, "--batch", "4"], tmp_path)
+    steps = [row["step"] for row in losses(tmp_path / "out") if "loss" in row]
+    assert steps == list(range(1, MANY + 1))
 
 
 @pytest.mark.slow

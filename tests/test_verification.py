@@ -11,6 +11,7 @@ import torch
 from tiny import Tiny, tokens
 from torch import Tensor
 
+import paradyse
 from paradyse.verification import verify, worst_gradient
 
 
@@ -61,3 +62,10 @@ def test_a_compiled_model_is_taken_and_one_that_compiled_itself_is_not() -> None
     model.compile(backend="paradyse", options=options)
     with pytest.raises(ValueError, match=r"model.compile\(\) was called: verify the model before"):
         verify(model, batch, options)
+
+
+def test_a_sharded_model_is_refused() -> None:
+    """Eagerly its operators are not computed on shards, such as one rank has on the host."""
+    model = paradyse.shard(WithLoss(layers=1), offload="optimizer")
+    with pytest.raises(ValueError, match="the plain model, before paradyse.shard, or a copy of"):
+        verify(model, {"ids": tokens(1, 8), "labels": tokens(1, 8)})

@@ -25,6 +25,7 @@ from paradyse.distributed.checksums import checksum
 from paradyse.distributed.facts import FILES
 from paradyse.distributed.together import Together
 from paradyse.torch_private import original_module
+from paradyse.weights.copies_for_use import wait_for_copies
 from paradyse.weights.shard import Model, check_module
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.versions import count_write
@@ -280,6 +281,7 @@ def _rows(entry: _Entry, key: str, target: Tensor) -> Iterator[tuple[Tensor, Ten
             yield target, stored[...]
             return
         layout = target.placement
+        wait_for_copies([target])
         for start, n, at in layout.stretches(layout.axis.rank):
             index = (slice(None),) * layout.dim + (slice(start, start + n),)
             yield target.local.narrow(layout.dim, at, n), stored[index]

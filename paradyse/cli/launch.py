@@ -32,6 +32,8 @@ from paradyse.cli import links
 
 DEVICES = ("auto", "cpu", "cuda")
 """What ``choose_device`` may be asked for."""
+RANKS, TIMEOUT_S = 2, 1800.0
+"""Where ``--ranks`` and ``--timeout`` are not given."""
 RANKS_PER_CORE = 4
 """CPU ranks beyond this many a core only wait for each other."""
 GRACE_S = 3.0
@@ -86,7 +88,7 @@ class Setting:
     """How ranks run: what is common to all of them."""
 
     device: str = "cpu"
-    timeout_s: float = 1800.0
+    timeout_s: float = TIMEOUT_S
     """For the whole call."""
     silence_s: float = 600.0
     """For any rank to report anything."""

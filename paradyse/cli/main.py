@@ -131,15 +131,18 @@ def _switch(group: argparse._ActionsContainer, name: str, text: str) -> None:
 
 def _add_running(parser: argparse.ArgumentParser, on_paper: bool = False) -> None:
     group = parser.add_argument_group("where it runs")
-    _count(group, "--ranks", "local ranks to start", 2)
+    # On paper there are no ranks: None tells that none of these was given.
+    ranks, timeout_s = (None, None) if on_paper else (launch.RANKS, launch.TIMEOUT_S)
+    _count(group, "--ranks", f"local ranks to start (default: {launch.RANKS})", ranks)
     text = "auto: GPUs where there is one for every rank, else CPUs (default: %(default)s)"
     if on_paper:
         text += ". Or one that is not here: a100-80gb, ..., or a TOML or JSON file"
         _flag(group, "--device", text, "auto", metavar="NAME")
     else:
         _flag(group, "--device", text, "auto", choices=launch.DEVICES)
-    text = "give up after this many seconds (default: %(default).0f)"
-    _flag(group, "--timeout", text, 1800.0, _whole(1, MOST_SECONDS, "second"), "S")
+    usual = f"{launch.TIMEOUT_S:.0f}" if on_paper else "%(default).0f"
+    text = f"give up after this many seconds (default: {usual})"
+    _flag(group, "--timeout", text, timeout_s, _whole(1, MOST_SECONDS, "second"), "S")
     _switch(group, "--verbose", "let rank 0 write to standard error (with TORCH_LOGS, its logs)")
 
 
@@ -211,8 +214,8 @@ def _add_trace(parser: argparse._ActionsContainer, steps: int, what: str) -> Non
     _add_seed(parser)
 
 
-def _add_strategies(parser: argparse.ArgumentParser, what: str) -> None:
-    text = f"{what} (default: all)"
+def _add_strategies(parser: argparse.ArgumentParser, what: str, usual: str = "all") -> None:
+    text = f"{what} (default: {usual})"
     _flag(parser, "--strategies", text, type=_strategies, metavar="NAME,NAME,...")
 
 
@@ -327,7 +330,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     text = "tokenizer.json for text (default: bytes are tokens)"
     _flag(group, "--tokenizer", text, metavar="FILE")
     _add_trace(group, 12, "lengths to draw")
-    _add_strategies(parser, "what to compare auto with")
+    _add_strategies(parser, "what to compare auto with", usual="all but dsp")
     _count(parser, "--rounds", "runs of each length under each choice", 5)
     _flag(parser, "--csv", "write every run here", metavar="FILE")
     text = "write bench.csv, bench.html and, with paradyse[plot], bench.png here"

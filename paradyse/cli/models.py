@@ -27,6 +27,10 @@ DEPTHS = (
     "num_decoder_layers",
 )
 """Where configurations have how many layers there are; some of these are names of the same."""
+POSITIONS = ("n_positions", "max_position_embeddings")
+"""Where they have how many positions there are; with some families of how long sequences were."""
+MORE_ROWS = 2
+"""That a table of positions may have, as those of OPT and BART."""
 
 
 @dataclass(frozen=True)
@@ -171,16 +175,46 @@ def _running(path: str, problem: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def checked_config(path: str, layers: int | None) -> dict[str, Any]:
+def checked_config(
+    path: str, layers: int | None, flag: str = "", longest: int = 0
+) -> dict[str, Any]:
     """The configuration at ``path``, of which ``make_model`` makes a model of so many ``layers``.
 
+    Args:
+        flag: asks for sequences of up to ``longest`` tokens, which the model is to be called with.
     Raises:
-        ValueError: as ``read_config`` and ``make_model``, or the model takes no token ids.
+        ValueError: as ``read_config`` and ``make_model``, the model takes no token ids, or has a
+            table of fewer positions than ``longest``.
     """
     config = read_config(path)
     with torch.device("meta"):
-        vocabulary_of(make_model(config, layers))
+        vocabulary_of(model := make_model(config, layers))
+    name, most = table_of_positions(model)
+    if name and most < longest:
+        raise ValueError(
+            f"{flag}: a sequence of {longest:,} tokens, and the model has a table of {most:,} "
+            f"positions ({name}): give at most {most:,}, or a configuration that has more"
+        )
     return config
+
+
+def table_of_positions(model: torch.nn.Module) -> tuple[str, int]:
+    """The field of the configuration that has the rows of a table of positions in ``model``, and
+    for how many tokens they are; ("", 0) without one, as where positions rotate or are biases."""
+    config: Any = getattr(model, "config", None)
+    with contextlib.suppress(AttributeError, ValueError):  # no configuration; there are several
+        config = config.get_text_config()
+    for name in POSITIONS:
+        if not isinstance(most := getattr(config, name, None), int):
+            continue
+        for part in model.modules():
+            if isinstance(part, torch.nn.Embedding) and part is not model.get_input_embeddings():
+                if most <= part.num_embeddings <= most + MORE_ROWS:
+                    void = 0 if part.padding_idx is None else part.padding_idx + 1  # as RoBERTa's
+                    return name, min(most, part.num_embeddings - void)
+            if any(b.ndim == 2 and len(b) == most for b in part.buffers(recurse=False)):
+                return name, most  # sines and cosines that are looked up, as GPT-J's
+    return "", 0
 
 
 def make_model(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -176,6 +178,28 @@ def resolve_replicas(mesh: Any = None) -> Axis:
     return axis_of(mesh.get_group(0)) if mesh.ndim == 2 else SINGLE
 
 
+def lacks_group() -> int:
+    """How many ranks were started together, by torchrun or its like, where no process group joins
+    them yet; else 0."""
+    num_ranks = os.environ.get("WORLD_SIZE", "")
+    joined = dist.is_available() and dist.is_initialized()
+    return int(num_ranks) if num_ranks.isdigit() and int(num_ranks) > 1 and not joined else 0
+
+
+def check_group(doing: str) -> None:
+    """Raise where ``doing`` would take this rank for the only one, before ranks are joined.
+
+    Raises:
+        ValueError: several ranks were started and there is no process group.
+    """
+    if num_ranks := lacks_group():
+        raise ValueError(
+            f"{doing}: {num_ranks} ranks were started (WORLD_SIZE) and no process group joins them "
+            "yet; call torch.distributed.init_process_group before, or make the "
+            "TrainingArguments or the Accelerator before, which do"
+        )
+
+
 def _check(mesh: Any) -> None:
     if not (isinstance(getattr(mesh, "ndim", None), int) and hasattr(mesh, "get_group")):
         raise ValueError(
@@ -207,10 +231,35 @@ def backend_of(group: Any) -> str:
 
 
 def device_of(group: Any) -> torch.device:
-    """The device that ranks of ``group`` compute on; None stands for one rank."""
+    """The device that ranks of ``group`` compute on: that which it was made for (``device_id``), or
+    the current one; None stands for one rank."""
     if torch.cuda.is_available() and (group is None or backend_of(group) == "nccl"):
+        made_for: torch.device | None = getattr(group, "bound_device_id", None)
+        if made_for is not None and made_for.index is not None:
+            return made_for
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def check_device(device: torch.device, axes: Iterable[Axis]) -> None:
+    """See that a model on ``device`` lies where NCCL carries its messages from, over each of
+    ``axes``.
+
+    Raises:
+        ValueError: it lies on another device.
+    """
+    for axis in axes:
+        if axis.size == 1 or axis.backend != "nccl":
+            continue
+        carried = device_of(axis.group)
+        if device.type != carried.type or device.index not in (None, carried.index):
+            raise ValueError(
+                f"the model is on {device}, but NCCL carries messages of rank {dist.get_rank()} "
+                f"from {carried}: call torch.cuda.set_device(local_rank) before the model is made "
+                "(or give init_process_group the device_id), and put the model there: model.to("
+                'torch.device("cuda", local_rank)). To compute on CPUs call '
+                'torch.distributed.init_process_group("gloo")'
+            )
 
 
 def axis_of(group: Any) -> Axis:

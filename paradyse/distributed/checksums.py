@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paradyse.distributed.device_events import event_on
+
 BATCH = "the batch (checksum)"
 EARLIER_BATCH = "the batch of the call before (checksum)"
 """What errors call them."""
@@ -30,10 +32,8 @@ class BatchChecksum:
             copy, event = self._earlier
             event.synchronize()
             known = int(copy)
-        copy = _checksum(tensors).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._earlier = copy, event
+        total = _checksum(tensors)
+        self._earlier = total.to("cpu", non_blocking=True), event_on(total.device)
         return {EARLIER_BATCH: known}
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from paradyse.distributed.axis import Axis, resolve_axis
 from paradyse.distributed.collectives import WAKE_S, Watchers
+from paradyse.distributed.device_events import event_on
+from paradyse.kernels import expert_rows
 
 _NAP_S = 5e-5
 
@@ -22,14 +24,23 @@ def numbers_of(x: Tensor, axis: Axis) -> list[Any]:
     Raises:
         DroppedCallError: another rank failed.
     """
+    found: list[Any] = on_host(x, axis).tolist()
+    return found
+
+
+def on_host(x: Tensor, axis: Axis) -> Tensor:
+    """``x``, of a GPU a copy in pinned memory once it is there; waits as ``numbers_of`` does.
+
+    Args:
+        axis: whose messages ``x`` may wait for.
+    Raises:
+        DroppedCallError: another rank failed.
+    """
     if not x.is_cuda:
-        found: list[Any] = x.tolist()
-        return found
+        return x
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    wait_until(done.query, axis)
-    return copy.tolist()
+    wait_until(event_on(x.device).query, axis)
+    return copy
 
 
 def wait_until(is_done: Callable[[], bool], axis: Axis) -> None:
@@ -52,3 +63,9 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """``numbers`` int64 on ``device``, behind what it has to do: the host waits for none of it."""
     there = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return there.to(device, non_blocking=True)
+
+
+@expert_rows.read_by
+def _ends_of_experts(ends: Tensor) -> list[int]:
+    """``ends`` as the host reads them, be they made of messages over any axis."""
+    return numbers_of(ends, resolve_axis())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.distributed.axis import Axis, device_of, resolve_axis
+from paradyse.distributed.axis import Axis, check_group, device_of, resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
@@ -144,6 +144,7 @@ class MixedBatches:
         self.causal, self.pack, self.apart = causal, pack, apart
         self.seed = seed
         self.limit_s = limit_s
+        check_group("MixedBatches")
         self._axis = resolve_axis()
         size, self.weights = self._axis.size, ""
         if isinstance(ways, str | Path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paradyse.distributed.device_events import event_on
 from paradyse.mixed.ways import StepPlan
 from paradyse.planning.tables import Shown, text_table
 from paradyse.planning.units import format_seconds
@@ -181,7 +182,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device, self._on_cuda = device, device.type == "cuda"
         self._points: list[tuple[Any, Any]] = []
         self._begun: Any = None
 
@@ -202,8 +203,4 @@ class Stopwatch:
         return [begin.elapsed_time(end) / 1e3 for begin, end in self._points]
 
     def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return event_on(self._device, timed=True) if self._on_cuda else time.perf_counter()

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paradyse.config import with_environment
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import device_of, resolve_axis
+from paradyse.distributed.axis import check_group, device_of, resolve_axis
 from paradyse.distributed.facts import WEIGHTS
 from paradyse.distributed.side_by_side import SideBySide
 from paradyse.distributed.together import Together
@@ -68,13 +69,15 @@ class MixedModel:
         if "mesh" in (options or {}):
             raise ValueError("option 'mesh': groups have meshes of their own; leave it out")
         self.model, self.options = model, dict(options or {})
+        check_group("MixedModel")
         self._axis = resolve_axis()
         self._is_sharded = is_sharded(model)
         if self._is_sharded and self._axis.size > 1:
             check_shards(list(model.parameters()), self._axis)
             self._axis.session.of(WeightNumbers).add(model.parameters())
-            self.options.setdefault("strategies", list(WHOLE_WEIGHTS))
-            self.options.setdefault("levers", list(GROUP_LEVERS))
+            asked = with_environment(options)
+            for name, legal in (("strategies", WHOLE_WEIGHTS), ("levers", GROUP_LEVERS)):
+                self.options.setdefault(name, asked.get(name, list(legal)))
         self._compiled: dict[range, Any] = {}
         self._are_equal = False
         """Whether all ranks were seen to have the same weights."""

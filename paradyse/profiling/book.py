@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from paradyse.distributed.together import Together
 from paradyse.planning.profile_file import (
     MEASURED,
     OVER_LIMIT,
+    REST,
     Header,
     Measurement,
     append,
@@ -18,6 +19,7 @@ from paradyse.planning.profile_file import (
     remove,
 )
 from paradyse.profiling.steps import PartKey
+from paradyse.types import HEAD, BlockSpec
 
 
 class Book:
@@ -46,7 +48,10 @@ class Book:
         self.path, self.header, self.overwrite = path, header, overwrite
         self.batch, self.training = batch, training
         self.known: dict[tuple[PartKey, int], Measurement] = {}
-        for m in self._together.first(self._kept):
+        kept = self._together.first(self._kept)
+        self._structures = {m.structure for m in kept if m.kind not in (REST, HEAD)}
+        """Of the blocks of the model that the file is of."""
+        for m in kept:
             if m.batch == batch and m.training == training:
                 self.known[(m.structure, m.kind, m.strategy), m.seq_len] = m
 
@@ -55,8 +60,16 @@ class Book:
         lines = own_lines(self.path, None if self.overwrite else self.header)
         return read_profile(self.path).measurements if lines.strip() and not self.overwrite else ()
 
-    def begin(self) -> None:
-        """Make the file, if need be."""
+    def begin(self, blocks: Iterable[BlockSpec]) -> None:
+        """Make the file, if need be, for the model of these ``blocks``.
+
+        Raises:
+            ValueError: it is of another model, whose rest would be taken for this one's.
+        """
+        if self._structures and not self._structures & {b.structure for b in blocks}:
+            raise ValueError(
+                f"{self.path}: a profile of another model; give another file, or overwrite it"
+            )
 
         def make() -> None:
             if self.overwrite:

@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, fx
 
+from paradyse.distributed.device_events import event_on
 from paradyse.graph.subgraph import is_weight
 from paradyse.passes.split_steps import BlockStep, HeadStep, Step
 from paradyse.runtime.frame import Frame
@@ -99,14 +100,12 @@ class Clock(Probe):
     """Seconds at every mark; on CUDA by events of the device, for which the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._points: list[Any] = []
 
     def note(self) -> None:
         if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._points.append(event)
+            self._points.append(event_on(self._device, timed=True))
         else:
             self._points.append(time.perf_counter())
 

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paradyse.config import check_count, check_levers, parse_options
+from paradyse.config import check_count, check_levers, parse_options, with_environment
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.failures import is_out_of_memory
 from paradyse.distributed.together import Together
@@ -165,7 +165,7 @@ def profile(
             num_ranks=steps.axis.size,
             dtype=dtype_name(steps.dtype),
             sharded=steps.sharded,
-            inner=(options or {}).get("inner") or "inductor",
+            inner=parse_options(with_environment(options), OPTIONAL).inner,
             machine=asdict(machine),
             memory_limit=limit,
         )
@@ -184,7 +184,7 @@ def profile(
         steps.find_blocks(lengths[0])
         if steps.dtype != expected:  # autocast within the model
             machine, book = begin()
-        book.begin()
+        book.begin(steps.blocks)
         most = limit or machine.capacity_bytes or math.inf
         if seconds is not None:
             contest = Contest(steps, lengths, names, partial(_timing_s, repeats))

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from paradyse.distributed import collectives
+from paradyse.distributed.device_events import event_on
 from paradyse.planning.attribution import caused_s
 from paradyse.planning.corrections import (
     CONSTANTS,
@@ -143,8 +144,7 @@ class _Agreement:
         self._event: Any = None
         if on_cuda:  # the copy waits on the device for the message, and the host for neither
             self._answer = self._sent.wait().to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = event_on(device)
 
     def wait(self) -> dict[Slot, float]:
         """The largest value of any rank."""

@@ -67,5 +67,16 @@ class CallWeights:
         held = [w for w in self.held() if sharded or not isinstance(w, ShardedTensor)]
         rows = [rows_here(w).detach() for w in held]
         rows = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in rows]
-        sums = [x.double().sum().cpu() for x in rows]
+        sums = [_sum(x).cpu() for x in rows]
         return checksum([torch.stack(sums)]) if sums else 0
+
+
+_PIECE = 1 << 24
+"""Elements that are in float64 at a time."""
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Of the elements of ``x``, in float64."""
+    if x.numel() <= _PIECE:
+        return x.double().sum()
+    return torch.stack([piece.double().sum() for piece in x.reshape(-1).split(_PIECE)]).sum()

@@ -203,6 +203,7 @@ def build_program(
             placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
             for node, weight, given in zip(placeholders, weights, inputs, strict=True):
                 node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
+                node.meta["band_uses"] = []  # one list, in whatever copies of the graph passes make
                 node.meta["number"] = getattr(given, "number", None)
             ctx.lengths = {} if twin is None else explain_numbers(traced, twin)
             run_passes(traced, ctx, options.dump)
@@ -338,17 +339,19 @@ def _identity(program: Program) -> tuple[str, list[int]]:
     return fingerprint(program), known
 
 
-def empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str | None:
-    """What is wrong with ``examples``, the values of ``placeholders``, where one is empty; else
-    None."""
-    for node, example in zip(placeholders, examples, strict=True):
-        if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
+def empty_input(
+    placeholders: Sequence[fx.Node], examples: Sequence[Any]
+) -> tuple[str | None, bool]:
+    """Which of ``examples``, the values of ``placeholders``, has no elements, and whether none of
+    the others has a batch either."""
+    pairs = zip(placeholders, examples, strict=True)
+    data = [(n, e) for n, e in pairs if isinstance(e, Tensor) and not is_model_state(n, e)]
+    for node, example in data:
+        if 0 in example.shape:
             name = str(node.target).removeprefix("L_").removesuffix("_")
-            return (
-                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be "
-                "at least 1; drop empty batches before calling the model"
-            )
-    return None
+            text = f"input '{name}' has shape {list(example.shape)}"
+            return text, all(0 in e.shape for _, e in data if e.ndim > 1)
+    return None, False
 
 
 def check_shards(examples: Sequence[Any], axis: Axis) -> None:

@@ -50,8 +50,10 @@ class KnownBuffers:
     """
 
     def __init__(self, arguments: Sequence[fx.Node]) -> None:
-        found = {i: n.meta.get("band") for i, n in enumerate(arguments)}
-        self.bands: dict[int, Band] = {i: b for i, b in found.items() if b is not None}
+        metas = {i: n.meta for i, n in enumerate(arguments) if n.meta.get("band") is not None}
+        self.bands: dict[int, Band] = {i: meta["band"] for i, meta in metas.items()}
+        self._uses = {i: meta["band_uses"] for i, meta in metas.items()}
+        """Filled where a mask is read from one."""
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def check(self, args: Sequence[Any]) -> None:
@@ -64,6 +66,8 @@ class KnownBuffers:
             RuntimeError: one has other values.
         """
         for i, band in self.bands.items():
+            if not self._uses[i]:  # a model may write to what no mask is read from
+                continue
             x = args[i]
             # Tensors made under inference_mode count no writes: they are looked at by every call.
             version = None if x.is_inference() else x._version

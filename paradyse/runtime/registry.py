@@ -31,7 +31,8 @@ def check_compiled(model: torch.nn.Module) -> None:
         raise ValueError(
             "the model was compiled with another backend than paradyse, so that nothing sums "
             "gradients over the ranks; give the model as it is, or compile it with "
-            'backend="paradyse"'
+            'backend="paradyse". Or nothing of it was called through the model itself: call '
+            "model(...), not model.forward or a method of it"
         )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.distributed.device_events import event_on
+
 
 class ShownKeys:
     """What of a program's arguments must show keys.
@@ -55,8 +57,6 @@ class ShownKeys:
         if place in self._earlier:
             known, event = self._earlier.pop(place)
             event.synchronize()
-        event = torch.cuda.Event()
         copy = shown.to("cpu", non_blocking=True)
-        event.record()
-        self._earlier[place] = copy, event
+        self._earlier[place] = copy, event_on(shown.device)
         return known

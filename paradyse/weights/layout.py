@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed.axis import SINGLE, Axis, Runs
+from paradyse.distributed.host_numbers import on_host
 from paradyse.torch_private import foreach_copy
 
 
@@ -142,8 +143,12 @@ def even_layout(axis: Axis, num_rows: int, dim: int = 0) -> ShardLayout:
     return ShardLayout(axis, dim, tuple(((a, b - a),) if b > a else () for a, b in pairs))
 
 
-def to_host(rows: Tensor) -> Tensor:
-    """``rows`` on the host; those of a device in pinned memory, which it copies from by itself."""
-    if rows.device.type in ("cpu", "meta"):
-        return rows
-    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
+def to_host(rows: Tensor, axis: Axis = SINGLE) -> Tensor:
+    """``rows`` on the host; those of a device in pinned memory, which it copies from by itself.
+
+    Args:
+        axis: whose messages ``rows`` may wait for.
+    Raises:
+        DroppedCallError: another rank failed, so that they never come.
+    """
+    return on_host(rows, axis)

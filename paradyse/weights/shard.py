@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import swap_tensors
 
 from paradyse.distributed.agreement import agreement_of
-from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import Axis, check_group, device_of, resolve_axis, resolve_replicas
 from paradyse.distributed.checksums import checksum
 from paradyse.distributed.facts import REDUCE_DTYPE
 from paradyse.torch_private import has_gradient_hooks, parameters_of
@@ -68,8 +68,8 @@ def shard(
     Raises:
         ValueError: the model is sharded already, wrapped or parallelized by something else, or has
             run in a way that holds on to a parameter; a parameter has a gradient, or hooks on it,
-            which would be lost; the mesh does not fit; nothing can be added
-            up in ``reduce_dtype``; ``offload`` is another word; the ranks' weights or dtypes
+            which would be lost; ranks are not joined yet; the mesh does not fit; nothing can be
+            added up in ``reduce_dtype``; ``offload`` is another word; the ranks' weights or dtypes
             differ, said on all of them. Nothing is changed then.
 
     Example:
@@ -80,6 +80,7 @@ def shard(
         model(**batch).loss.backward()
         optimizer.step()
     """
+    check_group("paradyse.shard")
     axis, sums = resolve_axis(mesh), GradientSum(reduce_dtype, resolve_replicas(mesh))
     _check_dtype(reduce_dtype)
     _check_offload(offload)

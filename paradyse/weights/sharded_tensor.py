@@ -22,6 +22,7 @@ from paradyse.distributed.agreement import compare
 from paradyse.distributed.collectives import OPTIMIZER
 from paradyse.distributed.replicas import average
 from paradyse.torch_private import (
+    backend_traced_for,
     disabled_torch_function,
     join_foreach_types,
     make_wrapper_subclass,
@@ -29,6 +30,7 @@ from paradyse.torch_private import (
 )
 from paradyse.weights import dcp
 from paradyse.weights.coming_gradient import ComingGradient
+from paradyse.weights.copies_for_use import CopiesUnderWay, wait_for_copies
 from paradyse.weights.layout import GradientSum, ShardLayout, to_host
 from paradyse.weights.norms import joined_norms, local_norms
 from paradyse.weights.operator_kinds import ALIASES, SIZED, kind_of
@@ -87,7 +89,8 @@ class ShardedTensor(Tensor):
         kind = self.placement, self.shape
         if not self.on_host:
             return ShardedTensor(rows, *kind, sums=self.sums)
-        return ShardedTensor(to_host(rows), *kind, sums=self.sums, used_on=self.used_on)
+        rows = to_host(rows, self.placement.axis)
+        return ShardedTensor(rows, *kind, sums=self.sums, used_on=self.used_on)
 
     @property
     def used_on(self) -> torch.device:
@@ -97,7 +100,10 @@ class ShardedTensor(Tensor):
     @property
     def for_use(self) -> Tensor:
         """The rank's rows on the device that computes with them."""
-        return self.local.to(self.used_on, non_blocking=True)
+        rows = self.local.to(self.used_on, non_blocking=True)
+        if self.on_host:
+            self.placement.axis.session.of(CopiesUnderWay).note(self.used_on)
+        return rows
 
     @property
     def trained_dtype(self) -> torch.dtype:
@@ -220,10 +226,14 @@ class ShardedTensor(Tensor):
         return dcp.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
+        wait_for_copies([self])  # it may be read into
         return dcp.chunk_of(self, index)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
         self._need_values()  # tracers call this first; what fails later misleads
+        name = None if is_traced(self) else backend_traced_for()
+        if name is not None:
+            _check_backend(name)
         return ["_token"], ()
 
     @staticmethod
@@ -284,6 +294,19 @@ class _Whole(torch.autograd.Function):
 def is_traced(x: ShardedTensor) -> bool:
     """Whether ``x`` stands for a whole tensor inside a tracer."""
     return not hasattr(x, "local")
+
+
+TAKES_SHARDS = ("paradyse", "eager", "eager_noexcept", "eager_debug")
+"""Backends that compile them, or compile nothing. A function of the user's may call one of them."""
+
+
+def _check_backend(name: str) -> None:
+    """Raise if the backend ``name`` would compile shards as whole tensors, which have no values."""
+    if name in torch.compiler.list_backends(()) and name not in TAKES_SHARDS:
+        raise ValueError(
+            f'backend="{name}" cannot compile sharded weights: torch.compile(model, '
+            'backend="paradyse") does; for transformers\' generate give disable_compile=True'
+        )
 
 
 def rows_here(x: Tensor) -> Tensor:
@@ -358,6 +381,7 @@ def _meets_rows(like: ShardedTensor, args: Any, kwargs: Any, into: Sequence[Any]
 def _on_rows(func: Any, into: Any, like: ShardedTensor, args: Any, kwargs: Any) -> Any:
     """Run an elementwise ``func`` on the rows, where ``like`` has them and those of ``into``, which
     it writes to."""
+    wait_for_copies(into)
     own = {k: _rows_of(v, like) for k, v in kwargs.items()} if kwargs else kwargs
     out = func(*[_rows_of(x, like) for x in args], **own)
     if into:
@@ -382,6 +406,7 @@ def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
         likes = [like if isinstance(x, ShardedTensor) else None for x, like in zip(args[0], likes)]
 
     into = written_by(func, args, kwargs)
+    wait_for_copies(into)
     written = set(map(id, into))
     back: list[tuple[Tensor, ShardedTensor]] = []
 
@@ -462,4 +487,4 @@ def relayout(x: ShardedTensor, layout: ShardLayout) -> None:
     """Move the rows of ``x`` to where ``layout`` has them, in place; call it on every rank."""
     if x.placement != layout:
         rows = layout.take_own(x.detach().full_tensor())
-        x.local, x.placement = to_host(rows) if x.on_host else rows, layout
+        x.local, x.placement = to_host(rows, layout.axis) if x.on_host else rows, layout

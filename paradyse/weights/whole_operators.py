@@ -22,6 +22,7 @@ from paradyse.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from paradyse.weights.copies_for_use import wait_for_copies
 from paradyse.weights.versions import count_write
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,7 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for i, x in outs.items():
         whole(x).copy_(rooms[i])
     for base in {id(_base(x)): _base(x) for x in written}.values():
+        wait_for_copies([base])
         base.local.copy_(base.placement.take_own(wholes[id(base)]))
         count_write([base])
     back = {id(whole(x)): x for x in written if not isinstance(x, ShardedView)}

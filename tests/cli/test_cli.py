@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from paradyse.cli.replay import Phase, describe_plan
 from paradyse.cli.results import Record
 from paradyse.cli.screen import Screen, make_console
 from paradyse.mixed.ways_file import read_ways
-from paradyse.types import ALONG_SEQUENCE, REPLICATED
+from paradyse.types import ALONG_SEQUENCE, ATTENTION_STRATEGIES, REPLICATED
 
 TINY = ["--layers", "1", "--hidden", "64", "--inner", "aot_eager"]
 
@@ -88,6 +89,15 @@ def test_the_example_in_the_help_parses(name: str, example: str) -> None:
 def test_help_is_immediate() -> None:
     code = "import sys, paradyse.cli.main as c; c.make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_help_says_what_bench_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    others = set(ATTENTION_STRATEGIES) - set(ALONG_SEQUENCE)
+    assert f"auto with (default: all but {' and '.join(others)})" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.slow
@@ -204,6 +214,24 @@ def test_doctor_tells_the_way_out(
     monkeypatch.setattr(doctor, "CHECKS", (doctor._compiler,))
     assert cli.main(["doctor"]) == 1
     assert "apt-get install g++" in capsys.readouterr().out
+
+
+def test_doctor_has_a_clone_installed_from_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The package is on no index."""
+
+    def version(name: str) -> str:
+        if name in ("paradyse", "torch"):
+            raise PackageNotFoundError(name)
+        return "9.0"
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[1:3])
+    assert cli.main(["doctor"]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "imported from a folder, not installed: pip install -e . in the checkout" in told
+    assert "pip install torch" in told and "pip install paradyse" not in told
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from paradyse.cli.models import checked_config, make_model
+from paradyse.cli import launch
+from paradyse.cli.main import main
+from paradyse.cli.models import checked_config, make_model, table_of_positions
 
 SMALL = {"vocab_size": 64, "d_model": 16, "max_position_embeddings": 64, "encoder_ffn_dim": 16}
 SMALL |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
@@ -72,3 +75,72 @@ def test_a_model_that_takes_no_token_ids_is_refused_before_ranks_start(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="ViTForImageClassification takes no token ids"):
         checked_config(str(tmp_path / "config.json"), None)
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_head": 2, "n_layer": 1}
+BERT = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 64}
+BERT |= {"num_hidden_layers": 1, "max_position_embeddings": 64}
+OPT = {"model_type": "opt", **BERT, "ffn_dim": 16, "word_embed_proj_dim": 16}
+LLAMA = {"model_type": "llama", **BERT}
+GPTJ = {**GPT2, "model_type": "gptj", "rotary_dim": 4, "n_positions": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "most"),
+    [
+        (GPT2, "n_positions", 1024),  # by default
+        ({"model_type": "bert", **BERT}, "max_position_embeddings", 64),
+        ({"model_type": "roberta", **BERT}, "max_position_embeddings", 62),  # 0 and 1 are padding's
+        (OPT, "max_position_embeddings", 64),  # two rows more
+        ({**BART, "use_cache": False}, "max_position_embeddings", 64),
+        (GPTJ, "n_positions", 64),  # a buffer
+        (LLAMA, "", 0),  # its vocabulary has as many rows
+        ({**T5, "num_layers": 1, "architectures": ["T5ForConditionalGeneration"]}, "", 0),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_a_table_of_positions_ends_where_the_model_fails(
+    config: dict[str, Any], name: str, most: int
+) -> None:
+    model = make_model(config)
+    assert table_of_positions(model) == (name, most)
+
+    def call(n: int) -> None:
+        ids = torch.full((1, n), 5)
+        model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
+
+    call(most or 64)
+    with pytest.raises((IndexError, RuntimeError)) if most else contextlib.nullcontext():
+        call((most or 64) + 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("verify --seq-len 1025", "--seq-len: a sequence of 1,025 tokens"),
+        ("profile", "--lengths: a sequence of 2,048 tokens"),
+        ("profile --lengths 64,2048,128", "--lengths: a sequence of 2,048 tokens"),
+        ("verify --seq-len 1024", ""),
+        ("profile --lengths 128:1024:4", ""),
+    ],
+)
+def test_sequences_beyond_a_table_of_positions_are_refused_before_ranks_start(
+    line: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(*args: Any) -> None:
+        raise launch.RanksFailed("started")
+
+    monkeypatch.setattr(launch, "_start", start)
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    more = ["--out", str(tmp_path / "p.jsonl")] if line.startswith("profile") else []
+    code = main([*line.split(), "--model", str(tmp_path / "config.json"), *more])
+    error = capsys.readouterr().err
+    if problem:
+        assert code == 2 and problem in error
+        assert "a table of 1,024 positions (n_positions): give at most 1,024, or" in error
+    else:
+        assert code == 1 and error.endswith("started\n")

@@ -65,3 +65,39 @@ def test_a_strategy_that_is_infeasible_is_shown_with_the_mixture_alone() -> None
     header, rows = of["time of a step"]
     assert header == ("tokens", MIXTURE) and [row[0] for row in rows] == ["512", "1,024"]
     assert ("dsp", "infeasible: nothing to switch to") in of["longest trainable length"][1]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--device a100-80gb --ranks 4", "leave it out and give --gpus 4"),
+        ("--gpus 8 --ranks 2", "--ranks is for ranks of this machine, and on paper none is"),
+        ("--gpus 8 --timeout 60", "--timeout is for ranks of this machine"),
+        ("--gpus 8 --verbose", "--verbose is for ranks of this machine"),
+        ("--gpus 8 --lengths-from GRCh38 --ranks 2", "none is started: leave it out"),
+    ],
+)
+def test_flags_of_ranks_that_run_are_refused(
+    line: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert main(["plan", "--model", str(tmp_path / "config.json"), *line.split()]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "timeout_s"), [("", 2, 1800.0), ("--ranks 3 --timeout 60", 3, 60.0)]
+)
+def test_ranks_here_are_as_many_as_asked(
+    line: str, ranks: int, timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run_as_asked(args: Any, *more: Any) -> Any:
+        asked.append((args.ranks, args.timeout, args.verbose))
+        return [[]]
+
+    monkeypatch.setattr(plan.launch, "run_as_asked", run_as_asked)
+    monkeypatch.setattr(plan.integrations, "checked_config", lambda *args: {})
+    assert main(["plan", "--model", str(tmp_path), *line.split()]) == 0
+    assert asked == [(ranks, timeout_s, False)]

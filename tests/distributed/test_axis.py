@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, run_ranks
+from tiny import Tiny, tokens
 
+from paradyse import backend
+from paradyse.distributed import axis as axis_module
 from paradyse.distributed.axis import (
     MOST_IN_ONE_CHUNK,
     SINGLE,
+    Axis,
     TokenLayout,
     axis_named,
+    check_device,
+    device_of,
     live_axes,
     local_positions,
     resolve_axis,
@@ -96,3 +104,56 @@ def join_twice() -> bool:
 
 def test_a_world_joined_anew_is_another_one() -> None:
     assert run_ranks(join_twice, 2) == [True, True]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has some; the current one is the first. Groups say what carries them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(axis_module, "backend_of", lambda group: group.backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+
+
+def group(backend: str, device: str | None = None) -> Any:
+    bound = None if device is None else torch.device(device)
+    return SimpleNamespace(backend=backend, bound_device_id=bound)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_group_computes_on_the_device_that_it_was_made_for() -> None:
+    assert device_of(None) == device_of(group("nccl")) == torch.device("cuda:0")
+    assert device_of(group("nccl", "cuda:2")) == torch.device("cuda:2")
+    assert device_of(SimpleNamespace(backend="nccl")) == torch.device("cuda:0")
+    assert device_of(group("gloo", "cuda:2")) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("of", "device", "fits"),
+    [
+        (group("nccl"), "cuda:0", True),
+        (group("nccl"), "cuda", True),
+        (group("nccl", "cuda:1"), "cuda:1", True),
+        (group("gloo"), "cuda:1", True),
+        (group("gloo"), "cpu", True),
+        (group("nccl"), "cpu", False),
+        (group("nccl"), "cuda:1", False),
+        (group("nccl", "cuda:1"), "cuda:0", False),
+    ],
+)
+def test_a_model_lies_where_nccl_carries_messages_from(of: Any, device: str, fits: bool) -> None:
+    axes = SINGLE, Axis("of the test", 4, 3, of)
+    if fits:
+        return check_device(torch.device(device), axes)
+    text = f"model is on {device}, but NCCL carries messages of rank 3 from {device_of(of)}"
+    with pytest.raises(ValueError, match=rf"{text}: .*set_device.*\.to\(.*\(\"gloo\"\)"):
+        check_device(torch.device(device), axes)
+
+
+def test_each_program_is_asked_where_its_model_lies() -> None:
+    asked: list[Any] = []
+    model = torch.compile(Tiny(layers=1), backend="paradyse", options={"inner": "eager"})
+    with patch.object(backend, "check_device", lambda *given: asked.append(given)):
+        model(tokens(2, 9))
+    assert asked == [(torch.device("cpu"), (SINGLE, SINGLE))]

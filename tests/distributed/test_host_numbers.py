@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,9 @@ from paradyse.distributed import host_numbers
 from paradyse.distributed.axis import SINGLE, resolve_axis
 from paradyse.distributed.collectives import Watchers
 from paradyse.distributed.failures import RankFailedError
-from paradyse.distributed.host_numbers import numbers_of, on_device, wait_until
+from paradyse.distributed.host_numbers import numbers_of, on_device, on_host, wait_until
+from paradyse.kernels import expert_rows
+from paradyse.weights.layout import to_host
 
 
 def test_numbers_are_those_of_the_tensor() -> None:
@@ -53,3 +57,60 @@ def test_a_short_wait_asks_nobody() -> None:
         wait_until(lambda: time.monotonic() > start + 0.01, SINGLE)
     finally:
         watchers.remove(hear)
+
+
+class _OnGPU:
+    """A tensor of a GPU, whose copies to the host are there when they were asked for thrice."""
+
+    is_cuda, shape, dtype = True, torch.Size([2]), torch.int32
+    device = torch.device("cuda", 1)
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def event_on(self, device: torch.device) -> Any:
+        assert device == self.device
+        return SimpleNamespace(query=self._query)
+
+    def _query(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked == 3
+
+    def empty(self, shape: Any, **kind: Any) -> Any:
+        assert shape == self.shape and kind == {"dtype": self.dtype, "pin_memory": True}
+        return self
+
+    def copy_(self, x: Any, non_blocking: bool = False) -> Any:
+        assert x is self and non_blocking
+        return torch.tensor([3, 5], dtype=self.dtype)
+
+
+@pytest.mark.parametrize("read", [on_host, to_host, numbers_of])
+def test_the_host_asks_for_a_copy_in_place_of_waiting_for_it(read: Any) -> None:
+    x: Any = _OnGPU()
+    with (
+        patch.object(host_numbers.torch, "empty", x.empty),
+        patch.object(host_numbers, "event_on", x.event_on),
+    ):
+        found = read(x, SINGLE)
+    assert [*found] == [3, 5] and x.num_asked == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_lies_elsewhere_is_as_it_is(device: str) -> None:
+    x = torch.ones(3, device=device)
+    assert on_host(x, SINGLE) is x and to_host(x) is x
+
+
+def test_ends_of_experts_are_read_so() -> None:
+    ends, axes = torch.tensor([1, 3]), list[object]()
+
+    def read(x: Any, axis: object) -> list[int]:
+        axes.append(axis)
+        found: list[int] = x.tolist()
+        return found
+
+    with patch.object(host_numbers, "numbers_of", read):
+        stretches = list(expert_rows._stretches(["first", "second"], ends))  # type: ignore[arg-type]
+    assert stretches == [("first", 0, 1), ("second", 1, 3)]
+    assert axes == [resolve_axis()]

@@ -178,14 +178,13 @@ def differ() -> None:
 
 def unsplittable() -> str:
     mesh = make_mesh((2, 1))
-    model = make_model("llama", attn_implementation="eager")
-    options = {"mesh": mesh, "inner": "eager", "passes_off": ["fold_attention"]}
-    run = torch.compile(model, backend="paradyse", options=options)
+    model, x = nn.Linear(4, 4), torch.ones(3, 4)  # of no tokens
+    run = torch.compile(model, backend="paradyse", options={"mesh": mesh, "inner": "eager"})
     with torch.no_grad():
-        run(**make_batch("plain", 1, 7))
+        run(x)
     torch._dynamo.reset()
     with pytest.raises(Exception, match="use a 1-D mesh, or DistributedDataParallel") as error:
-        run(**make_batch("plain", 1, 7))
+        run(x)
     return str(error.value)
 
 

@@ -327,3 +327,15 @@ def test_planned_batches(
         results = ranks(num_ranks).run(epoch, *given, timeout_s=240)
         check([found for found, _ in results])
         assert len({tuple(words) for _, words in results}) == 1
+
+
+def options_from_outside() -> tuple[list[str], list[str]]:
+    model = paradyse.shard(make_model("llama"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARADYSE_OPTIONS", '{"strategies": ["megatron_cz"], "levers": ["recompute"]}')
+        mixed = paradyse.MixedModel(model, {"levers": []})
+    return mixed.options["strategies"], mixed.options["levers"]
+
+
+def test_the_environment_gives_what_the_program_does_not(pool2: RankPool) -> None:
+    assert pool2.run(options_from_outside) == [(["megatron_cz"], [])] * 2

@@ -44,6 +44,8 @@ KNOWN: dict[str, Fn] = {
     "minus infinity": lambda t, s: torch.full((S, S), -torch.inf).triu(1),
     "floats of choices": lambda t, s: in_two() + in_two()[:, None],
     "floats compared": lambda t, s: in_two() == 0,
+    "floats that are hidden": lambda t, s: torch.full((S, S), -torch.inf).triu(1) == -torch.inf,
+    "floats that are seen": lambda t, s: torch.full((S, S), -torch.inf).triu(1).ne(-torch.inf),
     "floats in order": lambda t, s: in_two() < -1.0,
     "fills": lambda t, s: torch.zeros(S, 1).new_ones(S, S) + torch.full_like(torch.ones(S), 2.0),
     "lookup": lambda t, s: t[:, j()] + t[torch.arange(2)[:, None], j()],

@@ -29,7 +29,7 @@ STAGED: dict[str, Ends] = {
     "mean": lambda y, t, z: (y * z).mean(),
     "dims": lambda y, t, z: y.mean((1, 2)),
     "kept": lambda y, t, z: y.sum((-2, -1), keepdim=True),
-    "flattened": lambda y, t, z: y.flatten(0, 1).logsumexp((0, 1)),
+    "flattened": lambda y, t, z: y.flatten(0, 1).mean((0, 1)),
     "half": lambda y, t, z: y.bfloat16().sum(),
     "cut": lambda y, t, z: y[:, :-1].square().mean(),
 }
@@ -43,7 +43,7 @@ def test_words_are_summed_up_first(name: str) -> None:
     near = {"rtol": 2**-8, "atol": 1e-3} if name == "half" else {}
     torch.testing.assert_close(gradients(gm, inputs), gradients(fn, inputs), **near)
     check_values(gm, inputs)
-    sums = [n for n in gm.graph.nodes if n.name.startswith(("sum", "mean", "logsumexp"))]
+    sums = [n for n in gm.graph.nodes if n.name.startswith(("sum", "mean"))]
     assert len(sums) == 2 and sums[1].args[0] is sums[0]
     assert sums[0].meta["val"].shape[-1] == 1 and sums[0].meta["val"].numel() in (10, 12)
     if name == "half":
@@ -58,6 +58,7 @@ def test_words_are_summed_up_first(name: str) -> None:
         lambda y, t, z: y.sum((0, 1)),
         lambda y, t, z: y.amax(-1).sum(),
         lambda y, t, z: y.relu().amax((1, 2)),
+        lambda y, t, z: y.logsumexp((1, 2)),  # of a token that is masked out it has no gradient
         lambda y, t, z: (t > 3).sum(),
     ],
 )

@@ -342,6 +342,25 @@ def test_one_rank_and_forward_alone(pool1: RankPool, tmp_path: Path) -> None:
         assert m.batch == 2 and not m.training and m.backward_s == 0
 
 
+def measure_another(path: str) -> tuple[str, str]:
+    """A second model's profile in the file of the first; the inner compiler from outside."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARADYSE_OPTIONS", "inner=eager")
+        names = {"repeats": 1, "training": False, "make_batch": tiny_batch}
+        header = profile(make_tiny(), path, (9,), **names).header
+        with pytest.raises(ValueError, match="a profile of another model") as error:
+            profile(Tiny(hidden=16).eval(), path, (9,), **names)
+    return header.inner, str(error.value)
+
+
+@pytest.mark.broad
+def test_a_file_is_of_one_model(pool1: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    ((inner, told),) = pool1.run(measure_another, str(path), timeout_s=100)
+    assert inner == "eager" and "give another file" in told
+    assert len(read_profile(path).measurements) == 4
+
+
 @pytest.mark.broad
 def test_a_terminal_shows_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

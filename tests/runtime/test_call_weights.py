@@ -11,8 +11,10 @@ import torch
 from harness import RankPool
 from models import make_batch, make_model, relative, whole
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paradyse
+from paradyse.runtime import call_weights
 from paradyse.runtime.call_weights import CallWeights
 
 
@@ -78,3 +80,26 @@ def test_imaginary_parts_are_compared() -> None:
     made = torch.ones(3, dtype=torch.complex64)
     one, two = (nn.Parameter(made + 1j * k) for k in range(2))
     assert CallWeights([one]).checksum(True) != CallWeights([two]).checksum(True)
+
+
+class _Widened(TorchDispatchMode):
+    """Elements of the largest tensor that was made in float64."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+def test_large_weights_are_added_up_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of all of one in float64 would not fit beside it."""
+    w = nn.Parameter(torch.randint(-9, 9, (5, 7)).float())
+    of = CallWeights([w])
+    at_once = of.checksum(True)
+    monkeypatch.setattr(call_weights, "_PIECE", 8)
+    with _Widened() as widened:
+        assert of.checksum(True) == at_once
+    assert widened.most == 8

@@ -477,3 +477,18 @@ def test_one_program_for_all_lengths_and_batches(name: str, pool2: RankPool) -> 
     for errors, programs in pool2.run(own_lengths, name, timeout_s=100):
         assert max(errors) < TOLERANCE[torch.float64], errors
         assert programs == 2
+
+
+class WithBoxes(Tiny):
+    """Adds up boxes of objects, of which a batch may have none."""
+
+    def forward(self, ids: Tensor, labels: Tensor, boxes: Tensor) -> Tensor:
+        loss: Tensor = super().forward(ids, labels)
+        return loss + (self.head.weight.sum() * boxes).sum()
+
+
+def test_an_input_without_elements_beside_others() -> None:
+    model, ids = WithBoxes(), tokens(2, 9)
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    for boxes in torch.ones(3, 4), torch.ones(0, 4), torch.ones(2, 4):
+        torch.testing.assert_close(compiled(ids, ids, boxes), model(ids, ids, boxes))

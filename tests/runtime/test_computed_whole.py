@@ -175,7 +175,7 @@ NUM_BLOCKS: dict[str, int] = {
     "dinov2": 2,
     "beit": 2,
     "wav2vec2": 2,
-    "deberta_v2": 1,
+    "deberta_v2": 0,
     "multiple_choice": 2,
     "jamba": 3,
     "Concatenated": 2,
@@ -240,7 +240,7 @@ def test_on_one_rank(pool1: RankPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_on_two_ranks(sharded: bool, pool2: RankPool) -> None:
-    want = NUM_BLOCKS | {"deberta_v2": 1}  # token ids say what the sequence is
+    want = NUM_BLOCKS | {"deberta_v2": 1}  # where several train token ids say what the sequence is
     assert pool2.run(train, list(MODELS), sharded, timeout_s=300) == [want] * 2
 
 

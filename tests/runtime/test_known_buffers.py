@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import make_batch, run_step
+from tiny import Tiny, tokens
 from torch import Tensor, fx
 from written_out import make
 
@@ -72,10 +73,31 @@ def test_a_buffer_that_counts_no_writes_is_looked_at_by_every_call() -> None:
     with torch.inference_mode():
         table = ONES.tril()
     node = fx.Graph().placeholder("mask")
-    node.meta["band"] = band_of(table)
+    node.meta["band"], node.meta["band_uses"] = band_of(table), ["mask"]
     known = KnownBuffers([node])
     known.check([table])
     with torch.inference_mode():
         table.fill_(1)
     with pytest.raises(RuntimeError, match="have changed since"):
         known.check([table])
+
+
+class Whitened(Tiny):
+    """Keeps the covariance of what it sees, zeros at first, which no mask is read from."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=16)
+        self.register_buffer("cov", torch.zeros(16, 16))
+
+    def extra(self, x: Tensor) -> Tensor:
+        return x + x @ self.cov
+
+
+def test_a_buffer_that_no_mask_is_read_from_may_change() -> None:
+    torch._dynamo.reset()
+    model, ids = Whitened(), tokens(2, 9)
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    for _ in range(3):
+        torch.testing.assert_close(compiled(ids, ids), model(ids, ids))
+        with torch.no_grad():
+            model.cov.lerp_(torch.ones(16, 16), 0.01)

@@ -149,3 +149,22 @@ def test_on_a_gpu_rows_are_pinned_and_the_optimizer_steps_on_the_host() -> None:
     for p, want, got in zip(model.parameters(), *grads, strict=True):
         assert rows_here(p).is_pinned() and got.device.type == "cpu"
         assert relative(rows_here(got), want.cpu()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["inductor", "aot_eager"])
+def test_other_backends_are_refused(name: str) -> None:
+    """They would compute with memory that nobody has written."""
+    torch._dynamo.reset()
+    model = paradyse.shard(torch.nn.Linear(4, 3), offload="optimizer")
+    x = torch.ones(2, 4)
+    for fn in model, lambda x: x @ model.weight.T:
+        with pytest.raises(Exception, match="cannot compile sharded weights.*backend=.paradyse."):
+            torch.compile(fn, backend=name)(x)
+
+
+def test_backends_that_compile_nothing_take_shards() -> None:
+    torch._dynamo.reset()
+    model = paradyse.shard(torch.nn.Linear(4, 3), offload="optimizer")
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))

@@ -133,17 +133,18 @@ def reductions(
     loss = compiled(**make_batch("plain", 2, 13)).loss
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        scatter, reduce = collectives.reduce_scatter, collectives.reduce_to
+        scatter, reduce = collectives.start_reduce_scatter, collectives.reduce_to
 
-        def note_scatter(x: Tensor, *args: Any) -> Tensor:
-            found.append(("reduce_scatter", x.dtype, args[-1]))
-            return scatter(x, *args)
+        def note_scatter(x: Tensor, axis: Any, block_id: int, *into: Any) -> Any:
+            if into:  # else of tokens
+                found.append(("reduce_scatter", x.dtype, *into))
+            return scatter(x, axis, block_id, *into)
 
         def note_reduce(x: Tensor, *args: Any) -> Any:
             found.append(("reduce", x.dtype, x.dtype))
             return reduce(x, *args)
 
-        patch.setattr(collectives, "reduce_scatter", note_scatter)
+        patch.setattr(collectives, "start_reduce_scatter", note_scatter)
         patch.setattr(collectives, "reduce_to", note_reduce)
         loss.backward()
     (graph,) = (g for c in captures_of(compiled) for g in c.graphs.values())

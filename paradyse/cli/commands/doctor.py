@@ -19,6 +19,8 @@ from paradyse.planning.units import format_bytes
 
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"
 """What inductor calls where the environment has no ``CXX``; it looks for no other one."""
+INSTALL = "pip install -e . in the checkout (make setup does it), with this Python"
+"""This package, which is on no index."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,13 @@ class Finding:
         return "PROBLEM" if self.problem else "advice" if self.advice else "ok"
 
 
-def _version(name: str, least: str = "", needed: str = "") -> Finding:
-    """A distribution's version. ``needed``: what for, if it must be there."""
+def _version(name: str, least: str = "", needed: str = "", way: str = "") -> Finding:
+    """A distribution's version. ``needed``: what for, if it must be there, which ``way`` gets."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "not installed", f"{needed}: pip install {name}" if needed else "")
+        way = way or f"pip install {name}"
+        return Finding(name, "not installed", f"{needed}: {way}" if needed else "")
     numbers = [int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit()]
     if least and numbers < [int(x) for x in least.split(".")]:
         return Finding(name, version, f"too old: pip install '{name}>={least}'")
@@ -126,11 +129,10 @@ def _entry_point() -> Finding:
 
     points = importlib.metadata.entry_points(group="torch_dynamo_backends")
     mine = [p for p in points if p.name == "paradyse"]
-    out = "pip install -e . in the checkout (make setup does it), with this Python"
     if not mine:
-        return Finding("backend", "not registered", out)
+        return Finding("backend", "not registered", INSTALL)
     if "paradyse" not in torch.compiler.list_backends(exclude_tags=()):
-        return Finding("backend", f"{mine[0].value}, not known to Dynamo", out)
+        return Finding("backend", f"{mine[0].value}, not known to Dynamo", INSTALL)
     return Finding("backend", f"backend='paradyse' is {mine[0].value}")
 
 
@@ -164,7 +166,7 @@ OPTIONAL = (
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: Finding("python", f"{platform.python_version()} ({sys.executable})"),
-    lambda: _version("paradyse", needed="it is imported from a folder, not installed"),
+    lambda: _version("paradyse", needed="it is imported from a folder, not installed", way=INSTALL),
     lambda: _version("torch", "2.11", "the backend is one of torch's"),
     lambda: _version("triton"),
     *(partial(_optional, *row) for row in OPTIONAL),

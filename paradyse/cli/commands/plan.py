@@ -138,7 +138,8 @@ def run_plan(args: argparse.Namespace) -> int:
     """Shows the plan for each length that ``args`` give, and why it is that one.
 
     Raises:
-        ValueError: also where flags for a cluster on paper are given without one.
+        ValueError: also where flags for a cluster on paper are given without one, or flags for
+            ranks of this machine with one.
     """
     on_paper = args.gpus or args.device not in launch.DEVICES
     if not integrations.is_script(args.model):
@@ -151,6 +152,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.lengths is not None:
         args.lengths = sorted(set(args.lengths))  # what is drawn goes from the shortest on
     if on_paper:
+        _refuse_flags_of_ranks(args)
         if args.lengths_from is None:
             _plan_on_paper(args)
         else:
@@ -160,8 +162,19 @@ def run_plan(args: argparse.Namespace) -> int:
         if getattr(args, flag) is not None:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is for a cluster on paper: give --gpus, or leave it out")
+    args.ranks, args.timeout = args.ranks or launch.RANKS, args.timeout or launch.TIMEOUT_S
     _plan_here(args)
     return 0
+
+
+def _refuse_flags_of_ranks(args: argparse.Namespace) -> None:
+    for flag in ("ranks", "timeout", "verbose"):
+        if getattr(args, flag):
+            instead = f" and give --gpus {args.ranks}" if flag == "ranks" and not args.gpus else ""
+            raise ValueError(
+                f"--{flag} is for ranks of this machine, and on paper none is started: leave it "
+                f"out{instead}"
+            )
 
 
 def _plan_here(args: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ def run_profile(args: argparse.Namespace) -> int:
     path = check_file("--out", args.out).resolve()
     own_lines(path)
     if args.model:
-        config = checked_config(args.model, args.layers)
+        config = checked_config(args.model, args.layers, "--lengths", max(args.lengths))
         make = partial(make_model, config, args.layers, dtype=args.dtype)
     else:
         make = partial(make_llama, LlamaSize(args.layers or 2), dtype=args.dtype)

@@ -15,7 +15,7 @@ def run_verify(args: argparse.Namespace) -> int:
     """Compares every strategy with one-device eager on the model of ``args``: loss and every
     gradient; 1 where they differ."""
     require_transformers()
-    config = checked_config(args.model, args.layers)
+    config = checked_config(args.model, args.layers, "--seq-len", args.seq_len)
     arguments = {
         "make": partial(make_model, config, args.layers, args.seed, args.dtype),
         "batch": args.batch,
