@@ -6,12 +6,15 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from models import make_batch, make_model
 from torch import Tensor, nn
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 
+import paradyse
 from paradyse import torch_private as private
+from paradyse.weights import sharded_tensor
 
 
 def check_CompileContext() -> None:
@@ -168,3 +171,16 @@ def check__traces_for() -> None:
 
     assert private._traces_for(tx("paradyse"), "paradyse")
     assert not private._traces_for(tx("inductor"), "paradyse")
+
+
+def check_backend_traced_for() -> None:
+    """What Dynamo traces for, while it does: here while it makes a fake tensor of a shard."""
+    shard = paradyse.shard(nn.Linear(2, 2), offload="optimizer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_tensor, "_check_backend", (seen := []).append)
+        assert private.backend_traced_for() is None
+        for name in "eager", "paradyse":
+            torch._dynamo.reset()
+            with torch.no_grad():
+                torch.compile(shard, backend=name)(torch.ones(2, 2))
+    assert set(seen) == {"eager", "paradyse"} and private.backend_traced_for() is None
