@@ -29,6 +29,11 @@ STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints-*.txt Makefile | 
 # mypy knows nothing of package-dir: it reads the package as it is once installed, through links.
 TYPED := .mypy_cache/installed
 
+# Benchmarks run seldom: that the names they use are there is known before.
+LOOSELY := --ignore-missing-imports --follow-imports silent --no-warn-unused-ignores \
+    $(addprefix --disable-error-code ,arg-type assignment call-arg call-overload dict-item misc \
+    return-value str-unpack union-attr var-annotated)
+
 .PHONY: help setup demo test test-broad test-all test-oldest test-newest compatibility lint types docs pytest format
 help:
 	@sed -n 's/^# //p' Makefile | sed '/^Named/,$$d'
@@ -69,6 +74,9 @@ types: setup
 	@ln -s $(CURDIR)/paradyse/* $(CURDIR)/passes $(CURDIR)/kernels $(TYPED)/paradyse/
 	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
 	    --cache-dir $(CURDIR)/.mypy_cache -p paradyse
+	cd $(TYPED) && MYPYPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests $(abspath $(BIN))/mypy \
+	    --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache/benchmarks \
+	    $(LOOSELY) $(CURDIR)/benchmarks/*.py
 
 compatibility: setup
 	$(BIN)/python tests/compatibility.py $(ARGS)

@@ -29,7 +29,7 @@ class Bounded(Steps):
     def __init__(self, model: Any, options: Mapping[str, Any], shortest: int):
         super().__init__(model, options, 1, True, None)
         self.find_blocks(shortest)
-        mine = [c for c in captures_of(model) if c.options.plan == self._current_plan]
+        mine = [c for c in captures_of(model) if c.options.plan is self._present]
         self.planner = [g.choice.planner for c in mine for g in c.graphs.values() if g.blocks][-1]
 
     def held(self, plan: PlanOption, seq_len: int) -> float:

@@ -169,14 +169,14 @@ def streamed_gradients(place: Place) -> None:
 def summed_gradients(place: Place) -> None:
     loop = Loop()
     loss = loop.forward()
-    place.lose_at(collectives, "all_reduce_in_place")
+    place.lose_at(collectives, "start_all_reduce")
     loss.backward()
 
 
 def scattered_gradients(place: Place) -> None:
     loop = Loop(sharded=True)
     loss = loop.forward()
-    place.lose_at(collectives, "reduce_scatter")
+    place.lose_at(collectives, "start_reduce_scatter")
     loss.backward()
 
 
@@ -184,7 +184,7 @@ def replicas(place: Place) -> None:
     mesh = dist.init_device_mesh("cpu", (2, place.size // 2), mesh_dim_names=("data", "sequence"))
     loop = Loop(mesh=mesh)
     loss = loop.forward()
-    place.lose_at(collectives, "all_reduce_in_place", nth=1 + (place.size > 2))
+    place.lose_at(collectives, "start_all_reduce", nth=1 + (place.size > 2))
     loss.backward()
 
 

@@ -48,7 +48,7 @@ from paradyse.cli.launch import Rank, RanksFailed, Setting, run_ranks
 from paradyse.distributed import collectives
 from paradyse.distributed.session import Recent
 from paradyse.planning import planner
-from paradyse.types import ATTENTION_STRATEGIES, Plan, Workload
+from paradyse.types import ATTENTION_STRATEGIES, DSP, Plan, Workload
 
 NUM_RANKS = 2
 NUM_BLOCKS = 2
@@ -172,7 +172,8 @@ class Soak:
         draw = random.Random(f"{self.seed} {number}")
         how, batch_size = draw.choice(MASKS), draw.randint(*BATCHES)
         batch = make_batch(how, batch_size, draw.randint(*LENGTHS), seed=number)
-        self.plan = Plan(tuple(draw.choice(ATTENTION_STRATEGIES) for _ in range(NUM_BLOCKS)))
+        of = [s for s in ATTENTION_STRATEGIES if s != DSP or batch_size > 1]  # it needs a batch
+        self.plan = Plan(tuple(draw.choice(of) for _ in range(NUM_BLOCKS)))
         reference, optimizer = self.optimizers
         optimizer.zero_grad()
         try:

@@ -62,7 +62,7 @@ def run(python: Path | str, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.broad
 @pytest.mark.timeout(1800)
 def test_the_day_is_rehearsed_to_its_end_without_the_package_installed(tmp_path: Path) -> None:
     python, out = bare_python(tmp_path / "bare"), tmp_path / "out"

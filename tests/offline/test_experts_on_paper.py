@@ -66,7 +66,7 @@ def test_plans_name_their_experts(mixtral4: DryRun) -> None:
 @pytest.mark.slow
 def test_experts_save_as_much_in_a_dry_run_as_on_two_ranks(pool2: RankPool) -> None:
     """Apart from ``megatron_ts``, where that depends on what routers choose."""
-    real = pool2.run(saved_by_blocks, "mixtral", timeout_s=200)[0]
+    real = pool2.run(saved_by_blocks, "mixtral", None, timeout_s=200)[0]
     run = on_paper("mixtral", 2)
     for block in run.blocks[:2]:
         left_out = {DSP, "megatron_ts"} if block.kind == EXPERTS else {DSP}
