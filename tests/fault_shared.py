@@ -152,12 +152,9 @@ SHARED_FAULTS: tuple[Fault, ...] = (
     Fault(
         "Trainer counts ranks before they are joined",
         "paradyse/trainer.py",
-        """        super().create_accelerator_and_postprocess()  # ranks are joined now
-        self._sequence, self._replicas = axes_of_all(self._mesh, "Trainer")
-""",
-        """        self._sequence, self._replicas = axes_of_all(self._mesh, "Trainer")
-        super().create_accelerator_and_postprocess()
-""",
+        '        self._sequence, self._replicas = axes_of_all(self._mesh, "Trainer")',
+        "        from paradyse.distributed.axis import SINGLE\n"
+        "        self._sequence = self._replicas = SINGLE",
         ("tests/test_before_ranks_join.py::test_a_trainer_that_makes_its_own_arguments",),
     ),
     Fault(

@@ -11,7 +11,6 @@ import torch
 from pass_graphs import context, operators, run, trace
 from torch import Tensor, fx, nn
 from torch._higher_order_ops.associative_scan import associative_scan
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paradyse.passes.retrace import (
@@ -242,21 +241,6 @@ def test_autocast_is_switched_where_the_model_does(inside: bool, outside: bool, 
     ((gm, examples),) = found
     (got,) = run(gm, *examples)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("op", ["conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d"])
-def test_convolutions_take_one_dtype(op: str) -> None:
-    """Without a bias fake tensors do not hold them to it, and the kernel does."""
-    ndim = int(op[-2])
-    x, w = torch.ones(2, 4, *[8] * ndim).bfloat16(), torch.ones(4, 4, *[3] * ndim)
-
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return getattr(F, op)(x, w)
-
-    gm = trace(fn, x, w)
-    make_autocast_explicit(gm, context())
-    torch.testing.assert_close(gm(x, w), fn(x, w))
 
 
 def test_without_autocast_nothing_is_cast() -> None:
