@@ -140,6 +140,12 @@ class Choice:
             head=head,
             kept_bytes=bytes_kept(weights, axis),
         )
+        limited = options.memory_limit is not None or options.host_memory is not None
+        if limited and self.blocks and not (callable(options.plan) or self.planner.chooses):
+            log.warning(
+                "options 'memory_limit' and 'host_memory' bind what \"auto\" chooses: the plan "
+                "that option 'plan' names runs whatever it needs"
+            )
         in_group = isinstance(options.mesh, GroupMesh)
         self.splits = Splits(self.planner, IN_GROUP if in_group else "")
         refused = WHY_SHARDED if self.sharded else WHY_REPLICAS if num_replicas > 1 else ""

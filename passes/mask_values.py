@@ -132,7 +132,7 @@ class MaskValues:
     def _interpret(self, node: fx.Node) -> Expr:
         band = node.meta.get("band")
         if isinstance(band, Band):
-            node.meta["band_uses"].append(node.name)
+            node.meta["band_uses"].add(node.name)
             n = len(shape_of(node))
             return band.at(var(n - 2), var(n - 1))
         if node.op != "call_function" or not isinstance(node.target, OpOverload):

@@ -149,3 +149,21 @@ def test_a_rank_without_memory_to_plan_takes_part_all_the_same(pool2: RankPool) 
     assert pool2.run(no_memory_to_choose_by, 1, timeout_s=60) == ["", ""]
     first, second = pool2.run(no_memory_to_choose_by, 0, timeout_s=60)
     assert "no memory for a plan" in first and second, (first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"plan": "megatron_cz", "memory_limit": "1MiB"}, True),
+        ({"plan": "megatron_cz", "host_memory": "1MiB"}, True),
+        ({"plan": "megatron_cz"}, False),
+        ({"plan": lambda workload: "auto", "memory_limit": "1GiB"}, False),
+        ({"memory_limit": "1GiB"}, False),
+    ],
+)
+def test_limits_beside_a_plan_that_is_named_are_warned_of(
+    options: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, compiled = compiled_tiny(False, **options)
+    call(compiled, 7)
+    assert any("runs whatever it needs" in r.message for r in caplog.records) == warned

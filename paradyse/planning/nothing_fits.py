@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-
 from paradyse.config import Options
 from paradyse.planning.solver import Choices
 from paradyse.planning.units import describe_workload, format_bytes
 from paradyse.types import Workload
-
-log = logging.getLogger(__name__)
-
-
-def warn_of_limits(
-    choices: Choices, points: Sequence[str], limit: float, workload: Workload
-) -> None:
-    """Log it where a plan that the user has named is predicted to pass a limit: it runs as named.
-
-    Args:
-        choices: for ``workload``.
-        points: of the plan.
-        limit: bytes of a rank.
-    """
-    if not choices.fits(points, limit):
-        log.warning(
-            "the plan that option 'plan' names is predicted to need %s a rank for %s, and %s on "
-            'the host, of limits of %s and %s; limits bind what "auto" chooses, so it runs',
-            format_bytes(choices.peak(points)),
-            describe_workload(workload),
-            format_bytes(choices.host_bytes(points)),
-            format_bytes(limit),
-            format_bytes(choices.host_limit),
-        )
 
 
 def why_nothing_fits(

@@ -25,7 +25,7 @@ from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import NOTHING, Beside, BlockCost, CostTable, Machine, longest_length
 from paradyse.planning.forms import asked_plan, check_feasible, check_head, leaves_open
 from paradyse.planning.measured import CostModel
-from paradyse.planning.nothing_fits import warn_of_limits, why_nothing_fits
+from paradyse.planning.nothing_fits import why_nothing_fits
 from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices, Points
 from paradyse.planning.steady import is_mixed, of_one_strategy, steady, with_levers_of_one_strategy
@@ -345,12 +345,7 @@ class Planner:
                 "both must be at least 1"
             )
         asked = self.asked(form, workload)
-        if AUTO in self.points(asked):
-            return self._choose(asked, workload)
-        if self.options.memory_limit or self.options.host_memory:
-            limit = self.memory_limit(workload.dtype)
-            warn_of_limits(self._choices(asked, workload), self.points(asked), limit, workload)
-        return asked
+        return self._choose(asked, workload) if AUTO in self.points(asked) else asked
 
     def asked(self, form: PlanOption, workload: Workload) -> Plan:
         """What ``form`` asks for ``workload``: a point or "auto" for every block and the head.

@@ -203,7 +203,7 @@ def build_program(
             placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
             for node, weight, given in zip(placeholders, weights, inputs, strict=True):
                 node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
-                node.meta["band_uses"] = []  # one list, in whatever copies of the graph passes make
+                node.meta["band_uses"] = set()  # one, in whatever copies of the graph passes make
                 node.meta["number"] = getattr(given, "number", None)
             ctx.lengths = {} if twin is None else explain_numbers(traced, twin)
             run_passes(traced, ctx, options.dump)

@@ -46,7 +46,6 @@ def wait_for_copies(written: Iterable[Any]) -> None:
     Raises:
         DroppedCallError: another rank failed.
     """
-    for x in written:
-        if getattr(x, "on_host", False):
-            axis = x.placement.axis
-            axis.session.of(CopiesUnderWay).wait(axis)
+    axes = (x.placement.axis for x in written if getattr(x, "on_host", False))
+    for axis in {axis.name: axis for axis in axes}.values():
+        axis.session.of(CopiesUnderWay).wait(axis)

@@ -354,20 +354,6 @@ def test_nothing_fits_names_the_need_the_limit_and_the_way_out() -> None:
         planner(memory_limit="1MiB").plan(LONG)
 
 
-def test_a_named_plan_that_passes_a_limit_runs_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    named = planner(memory_limit="1MiB", plan="metp")
-    for _ in range(2):
-        assert set(named.plan(LONG).strategies) == {"metp"}
-    (told,) = [r.message for r in caplog.records if "of limits of 1.0 MiB" in r.message]
-    assert "the plan that option 'plan' names is predicted to need" in told
-    caplog.clear()
-    for options in {"memory_limit": "900GiB"}, {}:
-        planner(plan="metp", **options).plan(LONG)
-    assert not caplog.records
-
-
 def test_the_longest_length_named_fits_and_little_more_does_not() -> None:
     limited = planner(memory_limit="200MiB")
     with pytest.raises(ValueError, match="longest sequences that would fit") as error:

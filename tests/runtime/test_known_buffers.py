@@ -73,7 +73,7 @@ def test_a_buffer_that_counts_no_writes_is_looked_at_by_every_call() -> None:
     with torch.inference_mode():
         table = ONES.tril()
     node = fx.Graph().placeholder("mask")
-    node.meta["band"], node.meta["band_uses"] = band_of(table), ["mask"]
+    node.meta["band"], node.meta["band_uses"] = band_of(table), {"mask"}
     known = KnownBuffers([node])
     known.check([table])
     with torch.inference_mode():
