@@ -38,6 +38,7 @@ from paradyse.kernels.attention_core import (
     adjacent,
     empty_like_heads,
     empty_lse,
+    placed,
     stat_dtype,
 )
 from paradyse.kernels.attention_mask import (
@@ -294,20 +295,20 @@ def attention_backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: Atten
         return kernels.backward(given, q_runs, kv_runs, spec)
     given = _all_prepared(given, max(q.shape[-1], v.shape[-1]), call.dense)
     problems = _problems(q, k, call)
-    if len(problems) == 1 and problems[0].is_one_tile(q.shape[2], k.shape[2]):
-        grads = call.backward(problems[0], problems[0].tiles[0], given)
-    else:
-        exact = stat_dtype(q.dtype)
-        grads = tuple(empty_like_heads(x, dtype=exact).zero_() for x in given[1:4])
-        for problem in problems:
-            for tile in problem.tiles:
-                if tile.count > 1:
-                    _backward_alike(call, problem, tile, given, grads)
-                    continue
-                shares = call.backward(problem, tile, given.cut(tile, problem.batch))
-                places = (tile.rows, tile.keys, tile.keys)
-                for grad, at, share in zip(grads, places, shares, strict=True):
-                    grad[problem.batch, :, at].add_(share)
+    if len(problems) == 1 and len(problems[0].tiles) == 1 and problems[0].tiles[0].count == 1:
+        tile = problems[0].tiles[0]
+        return placed(list(call.backward(problems[0], tile, given.cut(tile))), qkv, tile)
+    exact = stat_dtype(q.dtype)
+    grads = tuple(empty_like_heads(x, dtype=exact).zero_() for x in given[1:4])
+    for problem in problems:
+        for tile in problem.tiles:
+            if tile.count > 1:
+                _backward_alike(call, problem, tile, given, grads)
+                continue
+            shares = call.backward(problem, tile, given.cut(tile, problem.batch))
+            places = (tile.rows, tile.keys, tile.keys)
+            for grad, at, share in zip(grads, places, shares, strict=True):
+                grad[problem.batch, :, at].add_(share)
     dq, dk, dv = (g[..., : x.shape[-1]].to(x.dtype) for g, x in zip(grads, qkv, strict=True))
     return dq, dk, dv
 

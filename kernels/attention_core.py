@@ -7,6 +7,7 @@ R and K count the rows and keys of a tile. ``q`` [B, H, R, D], ``k`` [B, Hk, K, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,6 +57,22 @@ def empty_like_heads(
 def empty_lse(q: Tensor) -> Tensor:
     """An empty log-sum-exp [B, H, S] of ``q`` [B, H, S, D], in ``stat_dtype``."""
     return q.new_empty(q.shape[:3], dtype=stat_dtype(q.dtype))
+
+
+def placed(shares: list[Tensor], qkv: Sequence[Tensor], tile: Tile) -> Grads:
+    """Gradients like ``qkv``: ``shares`` at the rows and keys of ``tile``, 0 elsewhere. ``shares``
+    is emptied, so that each is gone before the next is placed."""
+
+    def place(x: Tensor, at: slice) -> Tensor:
+        share = shares.pop(0)[..., : x.shape[-1]]
+        if share.shape == x.shape:
+            return share.to(x.dtype)
+        whole = empty_like_heads(x).zero_()
+        whole[:, :, at] = share
+        return whole
+
+    q, k, v = qkv
+    return place(q, tile.rows), place(k, tile.keys), place(v, tile.keys)
 
 
 class Backward(NamedTuple):

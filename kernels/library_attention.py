@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.kernels.attention_core import Backward, Grads, adjacent, empty_like_heads
+from paradyse.kernels.attention_core import Backward, Grads, adjacent, empty_like_heads, placed
 from paradyse.kernels.attention_mask import (
     DIAGONAL,
     MASKED,
@@ -272,7 +272,7 @@ def library_backward(
     given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> Grads | None:
     """``attention_backward`` by a kernel of PyTorch's; None where it is not the one to use."""
-    qkv = q, k, v = given.q, given.k, given.v
+    q, k, v = qkv = given.q, given.k, given.v
     selected = selected_tile(q, k, v, q_runs, kv_runs, spec, BACKWARD)
     if selected is None:
         return None
@@ -280,14 +280,4 @@ def library_backward(
     x = given.cut(tile)
     part = Backward(x.grad_out.to(q.dtype), x.q, x.k, x.v, x.out.to(q.dtype), x.lse).readable()
     _, run, limits = _given(tile, kernel, spec)
-    grads = run(part, *limits)
-    found = []
-    for grad, like, at in zip(grads, qkv, (tile.rows, tile.keys, tile.keys), strict=True):
-        if grad.shape == like.shape:
-            found.append(grad)
-            continue
-        whole = empty_like_heads(like).zero_()
-        whole[:, :, at] = grad
-        found.append(whole)
-    dq, dk, dv = found
-    return dq, dk, dv
+    return placed(list(run(part, *limits)), qkv, tile)

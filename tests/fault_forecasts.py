@@ -46,6 +46,23 @@ FORECAST_FAULTS: tuple[Fault, ...] = (
         ("tests/profiling/test_online.py::test_gradients_that_a_call_makes_are_static_alone",),
     ),
     Fault(
+        "gradients that blocks hand on are held by none",
+        "paradyse/profiling/marks.py",
+        "due[s.block] + behind[s.block] + new_bytes",
+        "held[s.first]",
+        ("tests/profiling/test_marks.py", "tests/profiling/test_steps.py"),
+    ),
+    Fault(
+        "a message of gradients keeps the values of its block",
+        "paradyse/strategies/weight_stream.py",
+        "partial(self.stream.gradients, group, index, own)",
+        "lambda flat, of=self: of.stream.gradients(group, index, own, flat)",
+        (
+            "tests/strategies/test_weight_stream.py::"
+            "test_the_last_group_s_gradients_are_under_way_behind_the_block",
+        ),
+    ),
+    Fault(
         "weights on the host leave blocks all of it on paper",
         "paradyse/offline/outlook.py",
         "left = None if host is None else host - run.on_host_bytes",

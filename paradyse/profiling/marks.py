@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ class Watch:
     probe: Probe
     marks: list[tuple[str, int]] = field(default_factory=list)
     """The kind of each mark, and the block id; -1 where it belongs to no block."""
+    gradient_bytes: Counter[int] = field(default_factory=Counter)
+    """Per block id, of the gradients of its outputs."""
 
     def mark(self, at: str, block: int = -1) -> None:
         """Add a mark of kind ``at`` for ``block``."""
@@ -299,6 +302,7 @@ class _MarkGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         watch, at, block = ctx.args
         watch.mark(at, block)
+        watch.gradient_bytes[block] += grad.nbytes * (at == GRAD)
         return None, None, None, grad
 
 
@@ -394,9 +398,9 @@ class StepMemory:
     beyond their sum when the first block's backward begins."""
     workspace_bytes: dict[int, int]
     """Per block id, the most held while it ran: in forward beyond what was held after it, in
-    backward beyond what was held when that began, but for gradients that were on their way, or
-    beyond what it and the blocks before it save, if that is more. -1: the most held beyond all that
-    is saved, such as logits, until the last block's backward."""
+    backward beyond what it and the blocks before it save and those behind it left; gradients that
+    blocks hand on are part of it. -1: the most held beyond all that is saved, such as logits, until
+    the last block's backward."""
     ahead_bytes: dict[int, int]
     """Per block id, of its weights, what was on its way while another block ran, whose workspace
     does not have it."""
@@ -405,7 +409,9 @@ class StepMemory:
     peak_bytes: int
 
 
-def memory_of(watch: Watch, levels: Sequence[Level], new_bytes: int = 0) -> StepMemory:
+def memory_of(
+    watch: Watch, levels: Sequence[Level], left: Mapping[int, int], new_bytes: int = 0
+) -> StepMemory:
     """What each block held by the ``levels`` at the marks of ``watch``.
 
     Weights that are on their way count for their own block, once it has taken them, and for no
@@ -413,6 +419,8 @@ def memory_of(watch: Watch, levels: Sequence[Level], new_bytes: int = 0) -> Step
     was held at most, or more.
 
     Args:
+        left: per block id what the block leaves until the end of the step (``prior.left_bytes``),
+            if anything.
         new_bytes: of gradients that this step's backward made: static, no part of rest or floor.
     """
     held, peaks, taken = _without_others(watch.marks, levels)
@@ -423,13 +431,17 @@ def memory_of(watch: Watch, levels: Sequence[Level], new_bytes: int = 0) -> Step
     end = max((s.last for s in backward), default=len(levels))
     workspace, ahead = dict.fromkeys(saved, 0), dict.fromkeys(saved, 0)
     rest = max(0, held[turn] - sum(saved.values()))
-    due = _due_in_backward(saved, rest, {s.block: held[s.first] for s in backward})
+    last_first = list(reversed(saved))
+    behind = dict(zip(last_first, accumulate((left.get(b, 0) for b in last_first), initial=0)))
+    handed = watch.gradient_bytes
+    own = {s.block: held[s.first] - behind[s.block] - handed[s.block] for s in backward}
+    due = _due_in_backward(saved, rest, own)
     saved[-1] = rest
     outside = set(range(1, len(levels)))
     for s in spans:
         inside = range(s.first + 1, s.last + 1)
         outside.difference_update(inside)
-        begun = max(held[s.first], due[s.block])
+        begun = max(due[s.block], min(held[s.first], due[s.block] + behind[s.block] + new_bytes))
         beyond = max(peaks[i] for i in inside) - (begun if s.backward else held[s.last])
         workspace[s.block] = max(workspace[s.block], beyond)
         ahead[s.block] = max(ahead[s.block], *(taken.get(i, 0) for i in inside))
@@ -469,7 +481,8 @@ def _due_in_backward(
     Args:
         saved: per block, in the order of forward.
         rest: what is saved of what is in no block.
-        begun: bytes held when each block's backward began, in that order.
+        begun: bytes held when each block's backward began, in that order, but for those that
+            blocks behind it left and gradients of its outputs.
     """
     due = {block: rest + n for block, n in zip(saved, accumulate(saved.values()))}
     if any(block < 0 for block in due):

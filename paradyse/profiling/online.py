@@ -402,7 +402,8 @@ class Feedback:
         ids, points = mark_ids(record.program), planner.points(record.plan)
         keeps = record.workload.keeps_gradients
         made = record.missing_bytes + planner.kept_bytes * keeps
-        held = memory_of(watch, probe.read(), made if isinstance(probe, DeviceMemory) else 0)
+        left = {n: of[p].left_bytes for of, p, ns in zip(costs, points, ids) for n in ns}
+        held = memory_of(watch, probe.read(), left, made if isinstance(probe, DeviceMemory) else 0)
         for key, at in keys.items():
             cost, numbers = costs[at[0]][points[at[0]]], [i for k in at for i in ids[k]]
             saved = max(0.0, sum(held.saved_bytes[i] for i in numbers) / len(at))

@@ -182,7 +182,8 @@ class Steps:
         with _memory_probe(self.device) as probe:
             watch = Watch(probe)
             self._step(inputs, plan, watch)
-        return memory_of(watch, probe.read())
+        left = {i: self.left_bytes(of, seq_len) for i, of in self.part_of.items()}
+        return memory_of(watch, probe.read(), left)
 
     def left_bytes(self, part: BlockSpec | HeadSpec, seq_len: int) -> int:
         """What ``part`` leaves until the end of a step of ``seq_len`` tokens."""

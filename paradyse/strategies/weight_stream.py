@@ -106,6 +106,19 @@ class WeightStream:
         parts = split_rows(flat, [self.shards[i] for i in index], group)
         return dict(zip(index, parts, strict=True))
 
+    def gradients(
+        self, group: int, index: Sequence[int], own: Sequence[int], flat: Tensor
+    ) -> list[Tensor]:
+        """Gradients of the tensors ``own``, in rows of this rank.
+
+        Args:
+            group, index, flat: as of ``split``.
+            own: what of ``index`` this rank holds rows of.
+        """
+        rows = self.split(flat, index, group) if own else {}
+        like = {i: at_rest(self.shards[i]) for i in own}
+        return [like[i].with_rows(rows[i].to(like[i].trained_dtype)) for i in own]
+
     def drop(self) -> None:
         """Wait for what nobody will take."""
         for sent in self._coming.values():
@@ -280,7 +293,8 @@ class GroupTensors:
             like = [at_rest(self.shards[i]) for i in index]
             at = like[0].placement.axis
             own = index if group == at.rank else []
-            message = pending.then(partial(self._rows, group, index, own))
+            # A message may outlive the block, so it keeps none of the values of ``tensors`` alive.
+            message = pending.then(partial(self.stream.gradients, group, index, own))
             if group == self.groups[-1]:
                 to = [nodes[i] for i in own]
                 coming = self.sync.arrive(message, like[: len(own)], to, scatter=True)
@@ -294,15 +308,6 @@ class GroupTensors:
         for i, whole in self._kept.items():
             out[i] = own_part(at_rest(self.shards[i]), whole)
         return out
-
-    def _rows(
-        self, group: int, index: Sequence[int], own: Sequence[int], flat: Tensor
-    ) -> list[Tensor]:
-        """The gradients of the tensors ``own`` in a message that brings those of ``index`` of
-        ``group``."""
-        rows = self.stream.split(flat, index, group) if own else {}
-        like = {i: at_rest(self.shards[i]) for i in own}
-        return [like[i].with_rows(rows[i].to(like[i].trained_dtype)) for i in own]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

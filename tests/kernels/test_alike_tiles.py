@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import paradyse.kernels.attention_mask as masks
-from paradyse.kernels import alike_tiles
+from paradyse.kernels import alike_tiles, attention_core
 from paradyse.kernels.alike_tiles import (
     add_keys,
     add_rows,
@@ -88,3 +90,23 @@ def test_views_and_sums_are_those_of_each_tile() -> None:
         add_rows(got, rows, ALIKE)
         add_keys(got, keys, ALIKE)
         torch.testing.assert_close(got, want)
+
+
+def test_a_gradient_s_share_is_gone_before_the_next_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one tile of 3 rows and 2 keys: the share, and what is made of it, are there at once."""
+    tile, qkv = Tile(1, 4, 0, 2, FULL), [torch.ones(1, 2, 5, 4) for _ in range(3)]
+    shares = [torch.full((1, 2, n, 4), float(n)) for n in (3, 2, 2)]
+    alive, there = [weakref.ref(s) for s in shares], list[int]()
+    make = attention_core.empty_like_heads
+
+    def note(x: Tensor) -> Tensor:
+        there.append(sum(of() is not None for of in alive))
+        return make(x)
+
+    monkeypatch.setattr(attention_core, "empty_like_heads", note)
+    dq, dk, dv = attention_core.placed(shares, qkv, tile)
+    assert there == [3, 2, 1] and not shares
+    assert dq[0, 0, :, 0].tolist() == [0, 3, 3, 3, 0]
+    assert dk[0, 1, :, 3].tolist() == dv[0, 0, :, 0].tolist() == [2, 2, 0, 0, 0]

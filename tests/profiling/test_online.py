@@ -363,7 +363,7 @@ def held(run: Run, seq_len: int) -> Any:
             run_step(run.compiled, run.model, make_batch("plain", 1, seq_len))
         watch.mark(END)
     run.graph.choice.feedback = kept
-    return memory_of(watch, probe.read())
+    return memory_of(watch, probe.read(), {})
 
 
 def train_underrated(steps: int) -> dict[str, Any]:

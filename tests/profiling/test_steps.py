@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness import RankPool
 from tiny import Tiny, tokens
 from torch import Tensor, nn
 
-from paradyse import profile
+from paradyse import profile, shard
+from paradyse.planning.costs import BlockCost, peak_bytes
 from paradyse.profiling.steps import Steps
 
 EAGER = {"inner": "eager"}
@@ -51,6 +53,43 @@ def test_blocks_are_found_at_no_length_beyond(own: bool, lengths: list[int]) -> 
     steps.run = lambda n, plan: ran.append(n)  # type: ignore[method-assign]
     steps.find_blocks(16)
     assert ran == lengths
+
+
+def predicted_over_held(sharded: bool) -> dict[str, float]:
+    """Per strategy the peak that the parts of a measured step add up to, over its own."""
+    torch.manual_seed(0)
+    model = Tiny(layers=2)
+    if sharded:
+        shard(model)
+    steps, found, seq_len = Steps(model, EAGER, 1, True, batch_of_tokens), dict[str, float](), 256
+    with steps.prepared():
+        steps.find_blocks(seq_len)
+        for strategy in steps.blocks[0].feasible():
+            steps.run(seq_len, strategy)
+            held = steps.memory(seq_len, strategy)
+            costs = [
+                BlockCost(
+                    0.0,
+                    held.saved_bytes[i],
+                    held.workspace_bytes[i],
+                    0,
+                    steps.left_bytes(steps.part_of[i], seq_len),
+                    ahead_bytes=held.ahead_bytes[i],
+                )
+                for i in held.ahead_bytes
+            ]
+            rest = BlockCost(0.0, held.saved_bytes[-1], held.workspace_bytes[-1], 0)
+            predicted = max(peak_bytes(costs, rest), held.floor_bytes)
+            found[strategy] = predicted / held.peak_bytes
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_parts_of_a_step_add_up_to_its_peak(sharded: bool, pool2: RankPool) -> None:
+    """Or to a little more: weights ahead of the one direction count in the other too."""
+    for ratios in pool2.run(predicted_over_held, sharded, timeout_s=60):
+        assert len(ratios) == 5
+        assert all(1 <= x < 1.06 for x in ratios.values()), ratios
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -185,9 +185,10 @@ def test_a_stream_that_nobody_takes_is_waited_for(pool2: RankPool) -> None:
     assert pool2.run(drop) == [(True, True, True)] * 2
 
 
-def left_under_way(family: str) -> list[tuple[int, bool]]:
-    """Of each block's backward under metp: messages of gradients that it leaves under way, and
-    whether a gradient of this rank is one of them. Gradients are compared with those of one
+def left_under_way(family: str) -> list[tuple[int, bool, int]]:
+    """Of each block's backward under metp: messages of gradients that it leaves under way, whether
+    a gradient of this rank is one of them, and how many blocks' values such messages have kept
+    alive so far. Gradients are compared with those of one
     process."""
     import paradyse
 
@@ -195,12 +196,15 @@ def left_under_way(family: str) -> list[tuple[int, bool]]:
     paradyse.shard(model)
     options = {"plan": METP, "inner": "eager"}
     compiled: Any = torch.compile(model, backend="paradyse", options=options)
-    batch, found = make_batch("plain", 2, 11), list[tuple[int, bool]]()
-    gradients = GroupTensors.gradients
+    batch, found = make_batch("plain", 2, 11), list[tuple[int, bool, int]]()
+    gradients, before = GroupTensors.gradients, list[weakref.ref[GroupTensors]]()
 
     def note(tensors: GroupTensors, nodes: Any) -> Any:
+        alive = sum(of() is not None for of in before)
         out = gradients(tensors, nodes)
-        found.append((len(tensors.sync._scatters), any(isinstance(x, ComingGradient) for x in out)))
+        coming = any(isinstance(x, ComingGradient) for x in out)
+        found.append((len(tensors.sync._scatters), coming, alive))
+        before.append(weakref.ref(tensors))
         return out
 
     want = run_step(reference, reference, batch)
@@ -215,5 +219,5 @@ def test_the_last_group_s_gradients_are_under_way_behind_the_block(
 ) -> None:
     first, second = pool2.run(left_under_way, family, timeout_s=60)
     assert len(first) == len(second) == 4
-    assert all(left == (1, False) for left in first)
-    assert all(left == (1, True) for left in second)
+    assert all(left == (1, False, 0) for left in first)
+    assert all(left == (1, True, 0) for left in second)
