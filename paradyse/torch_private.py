@@ -161,9 +161,10 @@ def backend_traced_for() -> str | None:
 
     try:
         tx = InstructionTranslator.current_tx()
-    except AttributeError:
+    except AttributeError:  # it has traced nothing yet
         return None
-    return getattr(getattr(tx.output, "compiler_fn", None), "_compiler_name", None)
+    output = getattr(tx, "output", None)  # of None once it has: while guards are made and later
+    return getattr(getattr(output, "compiler_fn", None), "_compiler_name", None)
 
 
 _REQUIRING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")

@@ -118,10 +118,9 @@ class Dropped:
 
 
 def num_out_of_memory() -> int:
-    """How often this process could not have memory on its GPU."""
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.memory_stats().get("num_ooms", 0))
+    """How often this process could not have memory on a GPU."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return sum(int(torch.cuda.memory_stats(i).get("num_ooms", 0)) for i in gpus)
 
 
 def lacked_memory(before: int) -> bool:

@@ -131,7 +131,7 @@ class Level:
 
 
 class DeviceMemory(Probe):
-    """The CUDA allocator's own statistics.
+    """The CUDA allocator's own statistics of ``device``.
 
     Args:
         reset: start the peak anew at every mark. False leaves the statistics to others: the peak
@@ -139,15 +139,15 @@ class DeviceMemory(Probe):
             two marks stand for it, a lower bound.
     """
 
-    def __init__(self, reset: bool = True) -> None:
-        self.reset = reset
+    def __init__(self, device: torch.device, reset: bool = True) -> None:
+        self.device, self.reset = device, reset
         self._points: list[tuple[int, int]] = []
 
     def note(self) -> None:
-        found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
         self._points.append((found["current"], found["peak"]))
         if self.reset:
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @property
     def first_bytes(self) -> int:

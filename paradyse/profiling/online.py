@@ -281,7 +281,7 @@ class Feedback:
         record = _Record(program, self._calls, workload, plan, True)
         record.missing_bytes = _missing_gradients(args)
         if program.device.type == "cuda":
-            record.watch = StepWatch(DeviceMemory(reset=False))
+            record.watch = StepWatch(DeviceMemory(program.device, reset=False))
         elif saved_tensors_hooks_are_free():
             record.watch = StepWatch(SavedMemory(map(rows_here, args)))
         return record

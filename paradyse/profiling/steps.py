@@ -290,13 +290,14 @@ def static_bytes(model: torch.nn.Module, training: bool) -> int:
     grads = [rows_here(p).nbytes for p in here if p.requires_grad]
     sizes += [b.untyped_storage().nbytes() for b in model.buffers()]
     held = sum(sizes) + sum(grads) * training
-    return max(held, torch.cuda.memory_allocated()) if torch.cuda.is_available() else held
+    device = used_on(parameters[0])
+    return max(held, torch.cuda.memory_allocated(device)) if device.type == "cuda" else held
 
 
 @contextmanager
 def _memory_probe(device: torch.device) -> Iterator[DeviceMemory | HostAllocations]:
     gc.collect()
-    watch = DeviceMemory() if device.type == "cuda" else HostAllocations()
+    watch = DeviceMemory(device) if device.type == "cuda" else HostAllocations()
     with collectives.settled(), watch as probe:
         yield probe
 

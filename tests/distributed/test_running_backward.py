@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import nn
 
+from paradyse.distributed.failures import lacked_memory, num_out_of_memory
 from paradyse.distributed.running_backward import ENDED, RUNNING, Backward
 
 
@@ -54,3 +56,14 @@ def test_one_that_is_let_go_of_says_so_and_takes_back_what_it_was_the_first_to_g
     assert heard.told == ["failed"]
     assert first.grad is not None
     assert second.grad is None
+
+
+def test_memory_may_lack_on_any_of_a_process_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacked = [1, 2]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_ooms": lacked[device]})
+    before = num_out_of_memory()
+    assert before == 3 and not lacked_memory(before)
+    lacked[1] += 1
+    assert lacked_memory(before)

@@ -93,12 +93,13 @@ def test_peaks_are_read_without_a_reset(monkeypatch: pytest.MonkeyPatch) -> None
     """Between the second and third mark the peak is hidden below an earlier one."""
     table = iter([(50, 90), (60, 95), (70, 95), (55, 120)])
 
-    def stats() -> Any:
+    def stats(device: torch.device) -> Any:
+        assert device == torch.device("cuda", 1)
         held, peak = next(table)
         return {"allocated_bytes": {"all": {"current": held, "peak": peak}}}
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
-    probe = DeviceMemory(reset=False)
+    probe = DeviceMemory(torch.device("cuda", 1), reset=False)
     for _ in range(4):
         probe.note()
     assert probe.first_bytes == 50

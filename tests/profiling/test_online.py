@@ -431,7 +431,7 @@ def test_gradients_that_a_call_makes_are_static_alone(
     grown = 8 if missing or keeps else 0
     held = [0, 0, 1, 1, 1, 2, 2, 2, 1 + grown, 1 + grown, 2 * grown, 2 * grown]
     highest = [*accumulate([*held[:7], max(2, logits), *held[8:]], max)]
-    probe = m.DeviceMemory(reset=False)
+    probe = m.DeviceMemory(torch.device("cuda"), reset=False)
     probe._points = [(100 + h, 100 + p) for h, p in zip(held, highest, strict=True)]
     workload = Workload(1, 8, torch.float32, True, 2, keeps_gradients=keeps)
     planner: Any = SimpleNamespace(
