@@ -157,6 +157,8 @@ def _traces_for(tx: Any, backend: str) -> bool:
 
 def backend_traced_for() -> str | None:
     """The name of the backend that Dynamo traces for now; None where it traces nothing."""
+    if torch._guards.TracingContext.try_get() is None:  # guards ask of each shard in each call
+        return None
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
