@@ -27,6 +27,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -87,6 +88,16 @@ def clock_of(step: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - begin
+
+
+def warm_up(case: Case, without: Sequence[str]) -> None:
+    """One call of each kernel of ``selection`` at a length that is not timed: what a kernel makes
+    once for all lengths is no part of what the first of a length costs."""
+    inputs = case.inputs()
+    for c in contenders(case):
+        if c.name in KERNELS and c.name not in without:
+            with suppress(RuntimeError, NotImplementedError):  # which ``measure`` tells of
+                c.results(inputs)
 
 
 def measure(case: Case, runs: int, without: Sequence[str] = ()) -> Times:
@@ -175,6 +186,7 @@ def run_checks(bench: Benchmark, without: Sequence[str]) -> None:
     cuda, rows, right = torch.cuda.is_available(), [], 0
     device, names = ("cuda", ["bfloat16", "float16"]) if cuda else ("cpu", ["float32"])
     shapes = ((64, 16, 2), (200, 64, 1), (257, 24, 2))
+    header = ["wrong", "by"]
     for name, mask, (tokens, width, kv_heads) in product(names, MASKS, shapes):
         sizes = device, 2, 2, kv_heads, tokens // 4
         case = Case(mask, tokens, width, getattr(torch, name), *sizes)
@@ -184,12 +196,14 @@ def run_checks(bench: Benchmark, without: Sequence[str]) -> None:
             try:
                 check(case, c, case.inputs())
                 right += 1
-            except AssertionError as e:
+            except (AssertionError, RuntimeError, NotImplementedError) as e:
                 what = f"{name} {mask}, {tokens} tokens, width {width}, {kv_heads} KV heads of 2"
-                rows.append([f"{what}, {c.name}", str(e)])
+                rows.append([f"{what}, {c.name}", str(e).splitlines()[0]])
+        log(f"{name} {mask}, {tokens} tokens, width {width}: {right} right, {len(rows)} wrong")
+        bench.draft(bench.args.out, header, rows)
     bench.add(f"Compared with float64 on {device}, {', '.join(names)}: {right} results are right.")
     if rows:
-        bench.table(["wrong", "by"], rows)
+        bench.table(header, rows)
     bench.at_most("results that are wrong", len(rows), 0)
 
 
@@ -214,13 +228,20 @@ def use_flash(name: str) -> None:
 
 def write_table(path: Path | None, chosen: Iterable[list[dict[str, Any]]]) -> None:
     """Writes the ``chosen`` rows for ``paradyse.kernels.selection``, if there is a ``path``: beside
-    those that stand there of another flash attention."""
+    those that stand there of what was not measured again."""
     rows = [row for of in chosen for row in of]
     if path and rows:
         held = json.loads(path.read_text())["rows"] if path.exists() else []
-        rows = [r for r in held if r.get("flash", OWN_FLASH) != rows[0]["flash"]] + rows
+        again = {_measured_at(row) for row in rows}
+        rows = [row for row in held if _measured_at(row) not in again] + rows
         text = json.dumps({"rows": rows}, indent=1)
         path.write_text(text + "\n")
+
+
+def _measured_at(row: dict[str, Any]) -> tuple[Any, ...]:
+    """All of a row but what was found."""
+    at = "capability", "dtype", "width", "mask", "direction", "tokens"
+    return row.get("flash", OWN_FLASH), *(row.get(name) for name in at)
 
 
 @benchmark(QUICK, **OPTIONS)
@@ -250,6 +271,7 @@ def main(bench: Benchmark, args: Namespace) -> str:
     for mask, width in product(args.masks, args.widths):
         rows, first = [], []
         title = f"## {MASKS[mask]}, width {width}"
+        warm_up(case_of(mask, width, min(args.lengths) // 2, args), args.without)
         for tokens in args.lengths:
             case = case_of(mask, width, tokens, args)
             times = measure(case, args.runs, args.without)

@@ -61,7 +61,7 @@ def gpu_tests() -> list[str]:
 def tests(rehearse: bool) -> Part:
     """The tests on the GPU; in the rehearsal one file of them, in Triton's interpreter."""
     files = ["tests/kernels/test_merge.py"] if rehearse else gpu_tests()
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu or kernels", *files]
+    command = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu or kernels", *files]
     if not rehearse and importlib.util.find_spec("xdist"):  # kernels compile on several cores
         command += ["-n", str(min(6, os.cpu_count() or 1))]
     if importlib.util.find_spec("pytest_timeout") is None:
@@ -91,10 +91,14 @@ def parts(out: Path, rehearse: bool) -> Iterator[Part]:
 
     tiles, selection = (str(out / name) for name in (TILES, SELECTION))
     # FlexAttention is compiled anew for each of thirty cases, and is not ours to check
-    yield script("attention_gpu", "right", 3, "--check", "--without", "flex_attention")
+    yield script("attention_gpu", "right", 5, "--check", "--without", "flex_attention")
     yield tests(rehearse)
+    # before there are tables of this day: with the kernels and tiles that people get
+    steps = ["--rounds", "1", "--seconds", "30", "--profile"]
+    together = ["64"] if rehearse else ["2048", "32768", "512", "8192"]
+    yield script("one_device", "llama", 8, "--lengths", *together, "--side-by-side", *steps)
     interpreted = {"TRITON_INTERPRET": "1"} if rehearse else {}
-    yield script("tile_sweep", "tiles", 6, "--write-table", tiles, **interpreted)
+    yield script("tile_sweep", "tiles", 6, "--minutes", "5", "--write-table", tiles, **interpreted)
     documents = "--masks", "documents", "--minutes", "3"
     yield script(
         "tile_sweep", "tiles-documents", 4, *documents, "--write-table", tiles, **interpreted
@@ -110,11 +114,10 @@ def parts(out: Path, rehearse: bool) -> Iterator[Part]:
     yield script("attention_gpu", "plain-gqa", 4, *plain, "--group", "2" if rehearse else "4")
     yield script("attention_gpu", "masked", 5, *masked)
     yield script("verified", "ranks", 6)
-    steps = ["--rounds", "1", "--seconds", "30", "--profile"]
-    together = ["64"] if rehearse else ["2048", "32768", "512", "8192"]
-    yield script("one_device", "llama", 8, "--lengths", *together, "--side-by-side", *steps)
     if not rehearse:
-        yield script("one_device", "llama-131072", 5, "--lengths", "131072", *steps)
+        # a step of inductor, with its dense mask, takes a minute there
+        alone = ["--backends", "paradyse"]
+        yield script("one_device", "llama-131072", 5, "--lengths", "131072", *alone, *steps)
     yield script("longest_device", "longest", 8)
     yield script("attention_gpu", "masked-gqa", 5, *masked, "--group", "2" if rehearse else "4")
 
@@ -253,6 +256,7 @@ def main() -> int:
         sys.exit(f"--only {' '.join(sorted(unknown))}: no such part; there are {names}")
     if not args.rehearse and not has_gpu():
         sys.exit("PyTorch sees no CUDA device; --rehearse runs to its end on a CPU")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # with its part
     day = Day(out, args.minutes, "rehearsal.json" if args.rehearse else "day.json")
     for part in planned:
         if args.only is None or part.name in args.only:

@@ -24,6 +24,7 @@ from one_device import TINY_LLAMA
 from runner import Benchmark, alone, benchmark, log
 
 from paradyse.config import parse_bytes
+from paradyse.distributed.failures import is_out_of_memory
 from paradyse.planning.explain import short_key
 from paradyse.planning.units import format_bytes
 from paradyse.types import LEVERS, ON_HOST
@@ -84,7 +85,9 @@ def reach(levers: tuple[str, ...], args: Namespace) -> Reach:
         try:
             held = steps.held(AUTO, length)
             return Reach(said, limit, short_key(plan.key), length, held, predicted)
-        except torch.OutOfMemoryError:
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
             steps.free()
             length = int(length * (1 - args.step))
     return Reach(said, limit, "")

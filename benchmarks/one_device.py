@@ -36,6 +36,7 @@ import torch
 from contenders import BACKENDS, Contender, compiled, llama
 from runner import Benchmark, benchmark, check_equal, fresh_process, log, median, take_turns
 
+from paradyse.distributed.failures import is_out_of_memory
 from paradyse.runtime.runs import FUSE_AFTER, FUSED_TOKENS
 
 T = TypeVar("T")
@@ -92,7 +93,9 @@ def or_none(turn: Callable[..., T], *given: Any) -> T | None:
     again is given back to the device."""
     try:
         return turn(*given)
-    except torch.OutOfMemoryError:
+    except Exception as e:
+        if not is_out_of_memory(e):
+            raise
         _prepared.clear()
         return None
     finally:
@@ -266,10 +269,12 @@ def main(bench: Benchmark, args: Namespace) -> str:
             fit = sum(one.fits for turns in every.values() for one in turns.values())
             log(f"{fit} of {len(together) * len(args.backends)} fit")
             for n, turns in every.items():
-                row = measure(bench, n, turns, header, rows)
-                rows.append(row)
+                rows.append(measure(bench, n, turns, header, rows))
+                bench.draft(args.out, header, rows)
                 seen = [(f"{n:,} tokens, {b}", one.seen) for b, one in turns.items()]
                 profiles += [(what, s) for what, s in seen if s and args.profile]
+                for what, s in seen:  # the tables come behind all lengths
+                    log(what, *(f"\n{call}" for call in (s.kernels[:MOST_KERNELS] if s else ())))
     bench.table(header, rows)
     for what, s in profiles:
         show_kernels(bench, what, s)

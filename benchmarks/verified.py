@@ -18,7 +18,7 @@ from contenders import llama
 from runner import Benchmark, benchmark
 
 from paradyse.cli import rank_jobs
-from paradyse.cli.launch import Rank
+from paradyse.cli.launch import Rank, RanksFailed
 from paradyse.verification import VerifyReport
 
 OPTIONS: dict[str, Any] = {"ranks": 2, "inner": "inductor", "tokens": 1021, "batch": 2}
@@ -55,7 +55,14 @@ def main(bench: Benchmark, args: Namespace) -> None:
     header = ["plan", "loss", "worst gradient", "of, or why not"]
     for name in list(args.dtypes):
         args.dtypes = (name,)
-        report = bench.on_ranks(measure)[name]
+        try:
+            report = bench.on_ranks(measure)[name]
+        except SystemExit as e:  # the other dtype is still of use
+            if not isinstance(e.__context__, RanksFailed):
+                raise
+            bench.add(f"## {name}", "", f"Ended: {e}", "")
+            bench.at_most(f"{name}: runs that ended before all plans were tried", 1, 0)
+            continue
         rows = [
             [
                 r.plan,

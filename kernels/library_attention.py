@@ -38,6 +38,7 @@ from paradyse.kernels.selection import (
     WINDOW,
     capability_of,
     choose,
+    flash_holds,
     settled,
 )
 from paradyse.torch_private import (
@@ -235,6 +236,8 @@ def selected_tile(
     choice = choose(capability_of(q.device), q.dtype, q.shape[3], mask, direction, keys)
     shape = direction, mask, q.dtype, q.device, *q.shape[:2], k.shape[1], q.shape[3], rows, keys
     kernel = settled(choice, shape, q.shape[0] * q.shape[1] * rows * keys)
+    if kernel == ATEN_FLASH and not flash_holds(q.shape[0], q.shape[1], rows, q.shape[3]):
+        return None
     return (tile, kernel) if kernel in FORWARD_KERNELS else None
 
 

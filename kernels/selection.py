@@ -75,6 +75,9 @@ class Choice:
     """The row that says so."""
 
 
+MOST_OF_GRID = 65535
+"""Of CUDA, along the second and third dim of a grid."""
+
 _LOST: dict[Hashable, float] = {}
 """Of a shape, the seconds that were lost so far to its fastest kernel, which was not set up."""
 _MOST_SHAPES = 4096
@@ -188,15 +191,15 @@ def choose(
     """
     key = (capability, str(dtype).removeprefix("torch."), width, mask, direction)
     value, flash = os.environ.get(VARIABLE, ""), flash_in_use()
-    asked = _override(value, flash) if value else _measured(flash)
+    asked = _override(value, flash) if value else {}
     row = None
     if isinstance(asked, str):
         kernel, why = asked, f"{VARIABLE}={asked}"
-    elif rows := asked.get(key):
+    elif rows := asked.get(key) or _measured(flash).get(key):
         row = rows[-1]
         if tokens:
             row = min(rows, key=lambda row: abs(math.log(max(row.tokens, 1) / tokens)))
-        kernel, why = row.kernel, f"measured, {Path(value) if value else 'own table'}"
+        kernel, why = row.kernel, f"measured, {Path(value) if key in asked else 'own table'}"
         why += ", for shapes that come back" if row.setup_s else ""
     else:
         kernel = TRITON if mask == WINDOW else ATEN_FLASH
@@ -209,10 +212,18 @@ def choose(
     return Choice(kernel, f"{why}; {flash} is active" if flash != OWN_FLASH else why, row)
 
 
+def flash_holds(batch: int, heads: int, rows: int, width: int) -> bool:
+    """Whether PyTorch's flash attention can compute a tile of so many ``rows``: sequences and heads
+    are dims of its grid, and its backward counts the float32 sums of dq with 32 bits (rows in
+    tiles of 128, widths of 32 at least)."""
+    sums = batch * heads * (-(-rows // 128) * 128) * max(width, 32)
+    return max(batch, heads) <= MOST_OF_GRID and sums <= 2**31
+
+
 def flash_of_short(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether plain attention of sequences so short that the host's time counts is to be PyTorch's
     flash attention, whatever is faster on long ones: compiled code calls it by itself. Not where
-    ``VARIABLE`` names another kernel, or a table.
+    ``VARIABLE`` names another kernel.
 
     Args:
         device: a CUDA device.
@@ -220,7 +231,8 @@ def flash_of_short(device: torch.device, dtype: torch.dtype, width: int) -> bool
     """
     where = capability_of(device), dtype, width
     able = all(supported(ATEN_FLASH, *where, d) for d in DIRECTIONS)
-    return able and os.environ.get(VARIABLE, "") in ("", ATEN_FLASH)
+    asked = os.environ.get(VARIABLE, "")
+    return able and (asked == ATEN_FLASH or asked not in KERNELS)
 
 
 def capability_of(device: torch.device) -> str:

@@ -111,6 +111,20 @@ def test_what_was_measured_stays_when_a_part_is_ended(gpu_day: Any, tmp_path: Pa
     assert "# a table" in text and "so far" in text and "- b: done" in text
 
 
+@pytest.mark.broad
+def test_a_day_that_is_told_to_end_ends_its_part(tmp_path: Path) -> None:
+    command = [sys.executable, str(DAY), "--rehearse", "--only", "tests", "--out", str(tmp_path)]
+    day = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{day.pid}/task/{day.pid}/children")
+    end = time.monotonic() + 60
+    while not (ids := children.read_text().split()) and time.monotonic() < end:
+        time.sleep(0.1)
+    day.terminate()
+    told = day.communicate(timeout=60)[1]
+    assert day.returncode == 1 and "ended by SIGTERM" in told
+    assert len(ids) == 1 and not Path(f"/proc/{ids[0]}").exists()
+
+
 def test_what_is_done_is_passed_over_and_what_failed_runs_again(
     gpu_day: Any, tmp_path: Path
 ) -> None:

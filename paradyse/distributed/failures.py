@@ -18,8 +18,14 @@ import torch.distributed as dist
 from paradyse.distributed.axis import Axis, device_of
 from paradyse.distributed.collectives import CollectiveError, Message, Started, traffic
 
-_CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""In the text of its errors, which are plain ``RuntimeError``s."""
+_LACK_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""In the text of plain ``RuntimeError``s: of the CPU, of pinned pages, and of what takes a GPU's
+memory beside PyTorch's allocator."""
 
 
 class DroppedCallError(Exception):
@@ -80,7 +86,9 @@ class Failure:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory could not be had, on whatever device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(text in str(error) for text in _LACK_MEMORY)
 
 
 def error_of(failures: Sequence[Failure]) -> DroppedCallError:

@@ -129,7 +129,9 @@ def _check_equal(model: nn.Module, axis: Axis, mesh: Any, reduce_dtype: torch.dt
 def _sharded(p: nn.Parameter, axis: Axis, sums: GradientSum, on_host: bool) -> nn.Parameter:
     layout = even_layout(axis, p.shape[0])
     rows = layout.take_own(p.detach())
-    used_on = device_of(axis.group) if on_host else None
+    used_on = None
+    if on_host:
+        used_on = device_of(axis.group) if p.device.type in ("cpu", "meta") else p.device
     if used_on is not None:
         rows = to_host(rows)
         rows = rows.pin_memory() if used_on.type == "cuda" and not rows.is_meta else rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paradyse.distributed.failures import lacked_memory, num_out_of_memory
+from paradyse.distributed.failures import is_out_of_memory, lacked_memory, num_out_of_memory
 from paradyse.distributed.running_backward import ENDED, RUNNING, Backward
 
 
@@ -67,3 +67,16 @@ def test_memory_may_lack_on_any_of_a_process_gpus(monkeypatch: pytest.MonkeyPatc
     assert before == 3 and not lacked_memory(before)
     lacked[1] += 1
     assert lacked_memory(before)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_of_a_gpu_may_lack_beside_the_allocator_of_pytorch(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))

@@ -208,6 +208,23 @@ def _compare_windows(dtype: torch.dtype, device: str, tolerance: float) -> None:
             assert float((x.double() - y.detach()).norm() / y.detach().norm()) <= tolerance
 
 
+def test_flash_attention_is_not_given_what_it_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences than a grid has, and sums of dq that 32 bits do not count."""
+    monkeypatch.setattr(library_attention, "capability_of", lambda device: "9.0")
+    monkeypatch.setenv(selection.VARIABLE, "aten_flash")
+    for batch, heads, tokens, width, holds in (
+        (65_535, 1, 8, 16, True),
+        (65_536, 1, 8, 16, False),
+        (1, 32, 524_288, 128, True),
+        (1, 32, 524_289, 128, False),
+    ):
+        shape = batch, heads, tokens, width
+        q = k = v = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+        spec, runs = AttentionSpec(tokens, 0.3, right=0), ((0, tokens),)
+        found = library_attention.selected_tile(q, k, v, runs, runs, spec, selection.BACKWARD)
+        assert (found is not None) == holds, shape
+
+
 def test_windows_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins on the CPU for kernels that need a GPU."""
     windows = {"aten_flash": (_window, _window_backward)}
@@ -309,7 +326,9 @@ def test_the_table_decides_where_it_has_a_row(
     monkeypatch.setenv(selection.VARIABLE, write(tmp_path / "table.json", row))
     ours = choose("9.0", torch.bfloat16, 128, "causal", "backward")
     assert ours.kernel == "triton" and "measured" in ours.why
-    other = choose("9.0", torch.bfloat16, 64, "causal", "backward")
+    own = choose("9.0", torch.bfloat16, 64, "causal", "backward")
+    assert own.why.startswith("measured, own table")  # where the file says nothing
+    other = choose("8.6", torch.bfloat16, 64, "causal", "backward")
     assert other.kernel == "aten_flash" and "not measured" in other.why
     lines = describe_choices("9.0", torch.bfloat16, 128)
     assert len(lines) == 7 and any(x.startswith("causal backward: triton") for x in lines)
