@@ -135,6 +135,7 @@ class Choice:
             num_ranks=axis.size,
             machine=self._machine,
             static_bytes=static,
+            idle_bytes=self.optimizers.idle_bytes(),
             sharded=self.sharded,
             cost_model=self.cost_model,
             head=head,
@@ -167,11 +168,13 @@ class Choice:
         """Of the calls that ranks have dropped, those after which it was settled."""
         self.feedback: Feedback | None = None
         self.trials: Trials | None = None
+        may_choose = self.planner.chooses or callable(options.plan)
+        if self.blocks and may_choose and not in_group:
+            stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+            weakref.finalize(self, stepped.remove)
         if axis.size > 1 and self.blocks and self.planner.chooses and not in_group:
             # a group's times have the waits for others
             self.feedback = Feedback(self.splits, self.guard.forget)
-            stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
-            weakref.finalize(self, stepped.remove)
             # one replica's step has the waits for others
             if agreement is not None and options.plan == AUTO and num_replicas == 1:
                 self.trials = trials = Trials(
@@ -279,9 +282,10 @@ class Choice:
         if self._held_by_all == self.optimizers.count:
             return
         sides = (self.optimizers.static_bytes(on_host) for on_host in (False, True))
-        static, self._on_host = agreement.most_of("says what it holds", [*sides])
+        mine = [*sides, self.optimizers.idle_bytes()]
+        static, self._on_host, idle = agreement.most_of("says what it holds", mine)
         self._held_by_all = self.optimizers.count
-        self.splits.hold(static)
+        self.splits.hold(static, idle)
 
     def settle(self) -> None:
         """Before the plan of a call is chosen: where ranks have dropped a call that some of them
@@ -332,7 +336,7 @@ class Choice:
         """``optimizer`` has stepped: from now on plans count with what it holds."""
         if self.optimizers.add(optimizer):
             self._on_host = self.optimizers.static_bytes(on_host=True)
-            self.splits.hold(self.optimizers.static_bytes())
+            self.splits.hold(self.optimizers.static_bytes(), self.optimizers.idle_bytes())
             self.guard.forget()
 
 

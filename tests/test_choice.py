@@ -57,6 +57,32 @@ def test_plans_count_with_what_the_rank_holds_that_holds_most(pool3: RankPool) -
         assert min(own) < max(own) and set(counted) == {max(own)}
 
 
+def test_one_rank_counts_what_its_optimizer_holds_and_evaluation_weights_alone() -> None:
+    model, compiled = compiled_tiny(False, levers=[])
+    weights = sum(w.nbytes for w in model.parameters())
+    with torch.no_grad():
+        call(compiled, 7)
+    planner = choice_of(compiled).planner
+    need = [planner.least_bytes(choice_of(compiled).workload(2, 9, t)) for t in (False, True)]
+    assert need[0] < 2 * weights and need[1] > 4 * weights
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call(compiled, 7).backward()
+    optimizer.step()
+    assert [c.planner.static_bytes for c in (choice_of(compiled),)] == [2 * weights]
+
+
+def test_a_model_that_is_not_trained_fits_where_its_weights_do() -> None:
+    model, _ = compiled_tiny(False)
+    weights = sum(w.nbytes for w in model.parameters())
+    compiled: Any = torch.compile(
+        model, backend="paradyse", options={"inner": "eager", "memory_limit": 2 * weights}
+    )
+    with torch.no_grad():
+        call(compiled, 7)
+    with pytest.raises(ValueError, match="no plan fits"):
+        call(compiled, 7)
+
+
 def by_function() -> list[str]:
     """Plans by a function that returns "auto", where each rank by itself would have another."""
     names = ["ulysses_z", "megatron_ts"]

@@ -238,7 +238,8 @@ def look_ahead(
     }
     most = planner.memory_limit(dtype)
     possible = [w for w in map(workload, lengths) if planner.least_bytes(w) <= most]
-    forecasts[MIXTURE] = tuple(_forecast(planner, planner.plan(w), w) for w in possible)
+    mixtures = [(w, plan) for w in possible if (plan := _plan_within_host(planner, w))]
+    forecasts[MIXTURE] = tuple(_forecast(planner, plan, w) for w, plan in mixtures)
     reaches = {
         name: _reach(p, workload(longest[name]), [workload(n) for n in lengths])
         for name, p in by_levers.items()
@@ -281,6 +282,14 @@ def _reach(planner: Planner, longest: Workload, workloads: Sequence[Workload]) -
         at_longest = _forecast(planner, planner.plan(longest), longest)
     least = tuple((w.seq_len, planner.least_bytes(w)) for w in workloads)
     return Reach(planner.options.levers, at_longest, least)
+
+
+def _plan_within_host(planner: Planner, workload: Workload) -> Plan | None:
+    """The plan for ``workload``, which the device can hold; None where the host cannot."""
+    try:
+        return planner.plan(workload)
+    except ValueError:
+        return None
 
 
 def _forecast(planner: Planner, plan: Plan, workload: Workload) -> Forecast:

@@ -219,7 +219,12 @@ def explain_plan(
         peak,
         limit,
         planner.machine(workload.dtype).source or "given",
-        _with_costs(notes, gathered, time_s, planner.cost_model is not None),
+        _with_costs(
+            notes,
+            () if plan.alone or plan.split else gathered,
+            time_s,
+            planner.cost_model is not None,
+        ),
         planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
         _levers(splits, workload, plan),
         of.held(plan, own),

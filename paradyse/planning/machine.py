@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paradyse.distributed import collectives
@@ -70,12 +71,33 @@ def device_capacity(device: torch.device, ranks_per_host: int = 1) -> int:
         total = torch.cuda.get_device_properties(device).total_memory
         return int(total * (1 - RESERVE))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for limit in memory_limits():
         try:
-            total = min(total, int(Path(limit).read_text()))
+            total = min(total, int(limit.read_text()))
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return int(total * (1 - RESERVE)) // max(1, ranks_per_host)
+
+
+def memory_limits(root: Path = Path("/")) -> list[Path]:
+    """The files that may say how much memory this process is given: of its control group, such as
+    a batch job's, and of those around it, by both versions of control groups.
+
+    Args:
+        root: of the file system.
+    """
+    known = root / "proc/self/cgroup"
+    lines = known.read_text().splitlines() if known.exists() else []
+    groups = [of.split(":", 2) for of in ("0::/", ":memory:/", *lines) if of.count(":") > 1]
+    found = []
+    for _, controllers, group in groups:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        at = root / "sys/fs/cgroup" / base / group.lstrip("/")
+        inside = len(at.relative_to(root / "sys/fs/cgroup" / base).parts)
+        found += [folder / name for folder in (at, *at.parents)[: inside + 1]]
+    return list(dict.fromkeys(found))
 
 
 def _compute_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -207,7 +229,8 @@ def agreed_capacity(axis: Axis, device: torch.device | None = None) -> tuple[int
     """Bytes of ``device`` and bytes of its host that every rank of ``axis`` may use; a collective
     of all its ranks."""
     device = device or device_of(axis.group)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
+    every = dist.get_world_size() if dist.is_initialized() else 1  # maybe all on one host
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", every))
     mine = [float(device_capacity(d, local_ranks)) for d in (device, torch.device("cpu"))]
     with disable_current_modes():
         on_device, on_host = _agree(mine, axis, device, torch.amin)

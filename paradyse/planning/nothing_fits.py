@@ -1,9 +1,11 @@
-"""What is said where no plan fits."""
+"""What is said where no plan fits, and what is tried."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paradyse.config import Options
-from paradyse.planning.solver import Choices
+from paradyse.planning.solver import Choices, Points
 from paradyse.planning.units import describe_workload, format_bytes
 from paradyse.types import Workload
 
@@ -42,3 +44,17 @@ def why_nothing_fits(
             f"{allowed})"
         )
     return text
+
+
+def smallest_within_host(choices: Choices) -> Points:
+    """The plan of ``choices`` that needs least of the device; where that keeps more on the host
+    than blocks may, the one that does so among those that keep nothing there, but for what was
+    asked for by name."""
+    points = choices.smallest()[1]
+    if choices.host_bytes(points) <= choices.host_limit:
+        return points
+    names = [
+        tuple(s for s in of if not cost[s].host_bytes) or of
+        for of, cost in zip(choices.names, choices.costs)
+    ]
+    return replace(choices, names=names).smallest()[1]

@@ -25,7 +25,7 @@ from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import NOTHING, Beside, BlockCost, CostTable, Machine, longest_length
 from paradyse.planning.forms import asked_plan, check_feasible, check_head, leaves_open
 from paradyse.planning.measured import CostModel
-from paradyse.planning.nothing_fits import why_nothing_fits
+from paradyse.planning.nothing_fits import smallest_within_host, why_nothing_fits
 from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices, Points
 from paradyse.planning.steady import is_mixed, of_one_strategy, steady, with_levers_of_one_strategy
@@ -73,6 +73,8 @@ class Planner:
     static_bytes: int = 0
     """Weights, gradients and optimizer state of a rank: what every plan needs. More, where the run
     was seen to hold more."""
+    idle_bytes: int = 0
+    """Of these, what a model has only once it is trained, while no optimizer has stepped."""
     sharded: bool = False
     """Weights at rest are 1/p on each rank."""
     cost_model: CostModel | None = None
@@ -159,17 +161,21 @@ class Planner:
         """Apply ``corrections`` to predictions from now on; plans are decided anew. On every rank
         alike."""
         self._corrections = corrections
-        self.hold(self.static_bytes)
+        self.hold(self.static_bytes, self.idle_bytes)
 
-    def hold(self, static_bytes: int) -> None:
+    def hold(self, static_bytes: int, idle_bytes: int) -> None:
         """Count with ``static_bytes`` of weights, gradients and optimizer state, or more where the
-        run was seen to hold more; plans are decided anew. On every rank alike."""
-        self.static_bytes = max(static_bytes, self._corrections.constant(STATIC))
+        run was seen to hold more, ``idle_bytes`` of which are there only once the model is trained;
+        plans are decided anew. On every rank alike."""
+        seen = self._corrections.constant(STATIC)
+        self.static_bytes = max(static_bytes, seen)
+        self.idle_bytes = 0 if seen else idle_bytes
         self._settled.clear()
         self._planned.cache_clear()
 
     def _static(self, workload: Workload) -> int:
-        return self.static_bytes + self.kept_bytes * workload.keeps_gradients
+        held = self.static_bytes - self.idle_bytes * (not workload.training)
+        return held + self.kept_bytes * workload.keeps_gradients
 
     def costs(self, workload: Workload, mixed: bool = False) -> Costs:
         """Expected cost of every point of every block, and last of the head: predicted, and
@@ -392,7 +398,7 @@ class Planner:
         if points is None:
             points = self._over_the_limit(choices, asked, limit, workload)
         if workload in self._ran_out:
-            smallest = choices.smallest()[1]
+            smallest = smallest_within_host(choices)
             best = self.plan_of(smallest if choices.fits(smallest, limit) else points)
         else:
             best = self._steady(points, choices, limit, workload)
@@ -472,7 +478,7 @@ class Planner:
         text = why_nothing_fits(choices, limit, workload, longest, self.options)
         # The capacity is the machine's word, not the user's, and the prediction is no measurement.
         log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
-        return choices.smallest()[1]
+        return smallest_within_host(choices)
 
     def _steady(self, fastest: Points, choices: Choices, limit: float, workload: Workload) -> Plan:
         """The plan of ``fastest``, or one nearly as fast (``steady``): the previous one where it is

@@ -118,7 +118,13 @@ class Splits:
             self._say_that_one_is_left()
             form, wanted = replace(form, split=""), ""
         if wanted in ("", AUTO) or fixed:
-            best = self.planner.plan_for(form, workload)
+            try:
+                best = self.planner.plan_for(form, workload)
+            except ValueError:
+                other = self._another(form, workload) if wanted == AUTO and not fixed else None
+                if other is None:
+                    raise
+                best = other
             if wanted == AUTO:
                 for split in self._worth_a_look(best, workload):
                     best = self._faster(best, split, form, workload)
@@ -174,10 +180,10 @@ class Splits:
         for split, planner in self.planners.items():
             planner.ran_out(lies_along(workload, split))
 
-    def hold(self, static_bytes: int) -> None:
-        """``Planner.hold`` of ``static_bytes``, of all planners."""
+    def hold(self, static_bytes: int, idle_bytes: int) -> None:
+        """``Planner.hold`` of ``static_bytes`` and ``idle_bytes``, of all planners."""
         for planner in (self.planner, *self.planners.values()):
-            planner.hold(static_bytes)
+            planner.hold(static_bytes, idle_bytes)
 
     def correct(self, corrections: Corrections) -> None:
         """``Planner.correct`` by ``corrections``, of all planners."""
@@ -243,19 +249,33 @@ class Splits:
             return planner
         return replace(planner.plan_for(form, lies_along(workload, split)), split=split)
 
+    def _another(self, form: PlanOption, workload: Workload) -> Plan | None:
+        """A plan for ``workload`` with tokens split along another dim than their sequence; None:
+        there is none, or none that fits."""
+        found = (self._plan_or_why(of, form, workload) for of in self._splits_of(workload))
+        return next((plan for plan in found if isinstance(plan, Plan)), None)
+
+    def _splits_of(self, workload: Workload) -> list[str]:
+        """Dims beside the sequence that tokens of ``workload`` may lie split along."""
+        allowed = self.planner.options.splits if self.planner.chooses else ()
+        return [
+            split
+            for split in SPLITS[: 1 + len(workload.others)]
+            if split in allowed
+            and split not in self.refused
+            and lies_along(workload, split).seq_len > 1
+        ]
+
     def _worth_a_look(self, plan: Plan, workload: Workload) -> list[str]:
         """Dims that ``workload`` may be faster split along than it is by ``plan``. The batch: if it
         were not even if ranks sent nothing, it is not; another dim, whose split asks for as many
         messages: where fewer rows are padding."""
-        if not (self.planner.blocks and self.planner.chooses):
+        if plan.split or not self.planner.blocks:
             return []
         slack, now, found = self.planner.options.smoothing, _padding(workload), []
-        for split in SPLITS[: 1 + len(workload.others)]:
-            own = lies_along(workload, split)
-            if split not in self.planner.options.splits or split in self.refused or own.seq_len < 2:
-                continue
+        for split in self._splits_of(workload):
             saved = self._share_without_messages(plan, workload) if split == BATCH else 1.0
-            if _padding(own) / now * saved * (1 + slack) < 1:
+            if _padding(lies_along(workload, split)) / now * saved * (1 + slack) < 1:
                 found.append(split)
         return found
 
@@ -282,13 +302,13 @@ class Splits:
             return best
         planner, own = self.of(other, workload)
         (time_s, held), (other_s, peak) = (self.predict(p, workload) for p in (best, other))
-        if workload in self._ran_out:
+        limit = planner.memory_limit(own.dtype)
+        if workload in self._ran_out or held > limit:
             return other if peak < held else best
         times = {best.split: time_s, split: other_s}
         if self._last in times:
             times[self._last] /= 1 + self.planner.options.smoothing
-        fits = peak <= planner.memory_limit(own.dtype)
-        return other if fits and times[split] < times[best.split] else best
+        return other if peak <= limit and times[split] < times[best.split] else best
 
 
 def off_by(planner: Planner, workload: Workload) -> float:

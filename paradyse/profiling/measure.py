@@ -50,6 +50,7 @@ from paradyse.planning.profile_file import (
     Header,
     Measurement,
     Profile,
+    own_lines,
     present_versions,
     read_profile,
 )
@@ -158,6 +159,7 @@ def profile(
     names = [str(Point(s, of)) for of in ((), *sets) for s in strategies]
 
     def begin() -> tuple[Machine, Book]:
+        """Once blocks are known, as these may compute in another dtype: autocast in the model."""
         machine = measure_machine(steps.axis, steps.dtype, steps.device)
         header = Header(
             versions=present_versions(),
@@ -171,7 +173,7 @@ def profile(
         )
         return machine, Book(together, Path(path), header, batch, training, overwrite)
 
-    expected, (machine, book) = steps.dtype, begin()
+    together.first(lambda: own_lines(path))  # no profile? Then nothing is run
     lengths = sorted(set(lengths))
     if progress is None and sys.stderr.isatty():
         progress = Progress.show
@@ -182,8 +184,7 @@ def profile(
     schedule = _Schedule(lengths, names, tell)
     with steps.prepared():
         steps.find_blocks(lengths[0])
-        if steps.dtype != expected:  # autocast within the model
-            machine, book = begin()
+        machine, book = begin()
         book.begin(steps.blocks)
         most = limit or machine.capacity_bytes or math.inf
         if seconds is not None:

@@ -60,6 +60,13 @@ class OptimizersSeen:
         self.count += 1
         return True
 
+    def idle_bytes(self) -> int:
+        """Of ``static_bytes`` of the device, what a model that nobody trains does not have:
+        gradients and ``MOMENTS``, while no optimizer has stepped."""
+        weights = (w for w in (ref() for ref in self._weights) if w is not None)
+        trained = [w for w in weights if w.requires_grad and not lies_on_host(w)]
+        return 0 if self.count else (1 + MOMENTS) * sum(rows_here(w).nbytes for w in trained)
+
     def static_bytes(self, on_host: bool = False) -> int:
         """Bytes on this rank of the weights, of the gradients of trained ones, and of what
         optimizers hold: as ``MOMENTS`` says while none has stepped.

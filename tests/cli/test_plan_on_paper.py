@@ -75,9 +75,10 @@ def test_a_strategy_that_is_infeasible_is_shown_with_the_mixture_alone() -> None
         ("--gpus 8 --timeout 60", "--timeout is for ranks of this machine"),
         ("--gpus 8 --verbose", "--verbose is for ranks of this machine"),
         ("--gpus 8 --lengths-from GRCh38 --ranks 2", "none is started: leave it out"),
+        ("--gpus 8 --offload optimizer --weights replicated", "give --weights sharded"),
     ],
 )
-def test_flags_of_ranks_that_run_are_refused(
+def test_flags_that_do_not_go_together_are_refused(
     line: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -125,3 +125,20 @@ def test_no_plan_that_keeps_as_little_on_the_host_is_faster(seed: int) -> None:
         alike = [p for p in fitting if choices.host_bytes(p) <= choices.host_bytes(plan)]
         assert choices.time_s(plan) == pytest.approx(min(map(choices.time_s, alike)), rel=1e-6)
     assert found > 0
+
+
+def test_what_is_tried_all_the_same_is_within_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    small = replace(HOST, capacity_bytes=2**24)
+    free, bound = planner_on(small), planner_on(small, host_memory=1000)
+    assert on_host(free, free.plan(LONG)) > 1000
+    assert on_host(bound, bound.plan(LONG)) == 0
+    assert caplog.text.count("Trying it all the same") == 2
+
+
+def test_after_memory_ran_out_the_smallest_plan_is_within_the_host_too() -> None:
+    p = planner_on(HOST, host_memory=2**20)
+    before = p.plan(LONG)
+    p.ran_out(LONG)
+    after = p.plan(LONG)
+    assert p.predict(after, LONG)[1] < p.predict(before, LONG)[1]
+    assert on_host(p, after) <= 2**20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from harness import RankPool
@@ -10,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paradyse.distributed.axis import SINGLE, resolve_axis
 from paradyse.planning import machine
 from paradyse.planning.costs import COLLECTIVES, Machine
-from paradyse.planning.machine import device_capacity, measure_machine
+from paradyse.planning.machine import device_capacity, measure_machine, memory_limits
 
 
 def measure_on_rank() -> tuple[Machine, bool, bool]:
@@ -42,6 +44,25 @@ def test_one_rank_has_no_links(dtype: torch.dtype) -> None:
     m = measure_machine(SINGLE, dtype, torch.device("cpu"))
     assert m.links == {}
     assert m.matmul_flops > 1e6
+
+
+def test_memory_is_what_the_control_groups_around_a_process_leave(tmp_path: Path) -> None:
+    """Of the second version of control groups, and of the first."""
+    known = tmp_path / "proc" / "self" / "cgroup"
+    known.parent.mkdir(parents=True)
+    known.write_text("12:memory:/slurm/job_7\n4:cpu,cpuacct:/slurm\n0::/system.slice/a:b.scope\n")
+    found = [f.relative_to(tmp_path / "sys/fs/cgroup") for f in memory_limits(tmp_path)]
+    assert found == [
+        Path("memory.max"),
+        Path("memory/memory.limit_in_bytes"),
+        Path("memory/slurm/job_7/memory.limit_in_bytes"),
+        Path("memory/slurm/memory.limit_in_bytes"),
+        Path("system.slice/a:b.scope/memory.max"),
+        Path("system.slice/memory.max"),
+    ]
+    assert memory_limits(tmp_path / "nowhere")[:1] == [
+        tmp_path / "nowhere/sys/fs/cgroup/memory.max"
+    ]
 
 
 @pytest.mark.gpu

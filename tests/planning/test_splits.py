@@ -16,6 +16,7 @@ from test_planner import LONG, MACHINE, SHORT, model, planner
 from paradyse.planning.alone import Alone
 from paradyse.planning.corrections import Corrections, scale_of
 from paradyse.planning.explain import explain_plan
+from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
 from paradyse.planning.profile_file import Measurement
 from paradyse.planning.splits import Splits, lies_along, off_by
@@ -189,7 +190,7 @@ def test_of_a_batch_of_one_the_sequence_is_split(caplog: pytest.LogCaptureFixtur
 def test_what_planners_learn_all_of_them_learn() -> None:
     s = splits()
     plan = s.plan(MANY)
-    s.hold(2**30)
+    s.hold(2**30, 0)
     assert s.planner.static_bytes == s.planners[BATCH].static_bytes == 2**30
     s.ran_out(MANY)
     own_planner, own = s.of(plan, MANY)
@@ -235,6 +236,21 @@ def test_the_rest_of_a_step_is_there_whatever_is_split() -> None:
     assert [b - a for a, b in zip(without, with_rest, strict=True)] == pytest.approx(
         [2.0, 2.0], 1e-3
     )
+
+
+def test_a_split_that_fits_is_taken_where_that_of_the_sequence_does_not() -> None:
+    """Nine tokens on eight ranks are sixteen with padding."""
+    workload = Workload(4096, 9, torch.bfloat16, True, 8)
+    free = splits(num_ranks=8)
+    need = free.planner.least_bytes(workload)
+    along_batch = free.planner_along(BATCH)
+    assert isinstance(along_batch, Planner)
+    less = along_batch.least_bytes(lies_along(workload, BATCH))
+    assert less < need
+    limited = splits(num_ranks=8, memory_limit=(need + less) // 2)
+    assert limited.plan(workload).split == BATCH
+    with pytest.raises(ValueError, match="no plan fits for batch 4096 x 9"):
+        splits(num_ranks=8, memory_limit=less // 2).plan(workload)
 
 
 def test_the_memory_of_the_rest_is_there_whatever_is_split() -> None:

@@ -392,3 +392,24 @@ def test_all_ranks_hear_of_a_callback_that_fails(pool2: RankPool, tmp_path: Path
     """It is called on the first rank."""
     for text in pool2.run(a_callback_that_fails, str(tmp_path / "p.jsonl"), timeout_s=60):
         assert text == "KeyError: 'of the callback'"
+
+
+class UnderAutocast(Tiny):
+    """Enters autocast by itself."""
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(*given, **named)
+
+
+def test_a_profile_goes_on_where_the_model_enters_autocast(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = UnderAutocast(layers=1), tmp_path / "p.jsonl"
+    given: dict[str, Any] = {"repeats": 1, "options": EAGER, "make_batch": tiny_batch}
+    for lengths in ([8], [8, 12]):
+        found = profile(model, path, lengths, **given)
+    assert found.header.dtype == "bfloat16"
+    assert {m.seq_len for m in found.measurements} == {8, 12}
+    path.write_text("no profile")
+    with pytest.raises(ValueError, match="this is not a profile"):
+        profile(model, path, [8], **given)

@@ -224,6 +224,10 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     on_host = args.offload == "optimizer"
     spread = num_gpus > 1 or on_host  # else there is nothing that weights lie apart on
     weights = args.weights or ("sharded" if spread else "replicated")
+    if on_host and weights != "sharded":
+        raise ValueError(
+            "--offload optimizer shards the weights: give --weights sharded, or leave it out"
+        )
     sharded = spread and weights == "sharded"
     console = make_console(args.json)
     with console.status(f"a dry run on {num_gpus} ranks ..."):
