@@ -213,9 +213,13 @@ def choose(
 
 
 def flash_holds(batch: int, heads: int, rows: int, width: int) -> bool:
-    """Whether PyTorch's flash attention can compute a tile of so many ``rows``: sequences and heads
-    are dims of its grid, and its backward counts the float32 sums of dq with 32 bits (rows in
-    tiles of 128, widths of 32 at least)."""
+    """Whether PyTorch's flash attention can compute a tile: sequences and heads are dims of its
+    grid, and its backward counts the float32 sums of dq with 32 bits (rows in tiles of 128, widths
+    of 32 at least).
+
+    Args:
+        batch, heads, rows, width: of the tile's queries.
+    """
     sums = batch * heads * (-(-rows // 128) * 128) * max(width, 32)
     return max(batch, heads) <= MOST_OF_GRID and sums <= 2**31
 

@@ -22,7 +22,7 @@ SPLIT_FAULTS: tuple[Fault, ...] = (
     Fault(
         "another dim split whatever rows are padding there",
         "paradyse/planning/splits.py",
-        "if _padding(own) / now * saved",
+        "if _padding(lies_along(workload, split)) / now * saved",
         "if saved",
         ("tests/planning/test_splits.py",),
     ),

@@ -73,8 +73,6 @@ class Planner:
     static_bytes: int = 0
     """Weights, gradients and optimizer state of a rank: what every plan needs. More, where the run
     was seen to hold more."""
-    idle_bytes: int = 0
-    """Of these, what a model has only once it is trained, while no optimizer has stepped."""
     sharded: bool = False
     """Weights at rest are 1/p on each rank."""
     cost_model: CostModel | None = None
@@ -85,6 +83,8 @@ class Planner:
     """What workloads that keep gradients need besides ``static_bytes``."""
     measured_beside: Callable[[Workload], Beside] | None = None
     """Gives what a step needs beside blocks and head; None: ``cost_model`` does."""
+    idle_bytes: int = 0
+    """Of ``static_bytes``, what is there only once a model is trained, and no optimizer stepped."""
 
     def __post_init__(self) -> None:
         by_function = callable(self.options.plan)

@@ -104,6 +104,6 @@ def test_on_a_gpu_it_is_its_flash_attention(monkeypatch: pytest.MonkeyPatch) -> 
         assert flash not in refused and ATTENTION in refused
     monkeypatch.setenv(selection.VARIABLE, selection.ATEN_FLASH)
     assert flash in targets_on_cuda(torch.bfloat16)
-    for asked in (selection.TRITON, selection.CUDNN, "table.json"):
+    for asked, takes_it in ((selection.TRITON, False), (selection.CUDNN, False), ("a.json", True)):
         monkeypatch.setenv(selection.VARIABLE, asked)
-        assert ATTENTION in targets_on_cuda(torch.bfloat16)
+        assert (ATTENTION not in targets_on_cuda(torch.bfloat16)) == takes_it
