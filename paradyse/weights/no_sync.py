@@ -232,6 +232,9 @@ class GradientSync:
         for w in self.weights:
             if isinstance(w.grad, ComingGradient):
                 w.grad = w.grad.value()
+            elif isinstance(w.grad, ShardedTensor):
+                # autograd detached it: on this rank alone where it has come on others later
+                w.grad.is_alias = False
 
     @torch.no_grad()
     def _send(self) -> None:
