@@ -254,9 +254,9 @@ class _Region:
         return len(lead), [*lead, left, *rest], [*lead, total, *rest]
 
     def _padded(self, a: fx.Node) -> fx.Node:
-        """``a``, of the tokens that are left, with zeros for those cut off; what it was cut from,
-        if it was cut in the same way."""
-        return a.args[0] if _kind_of(a, self.names) == self.kind else self._pad(a, a)
+        """``a``, of the tokens that are left, with zeros for those cut off: where it was cut from
+        there may be what is no number, or no index."""
+        return self._pad(a, a)
 
     def _pad(self, a: fx.Node, x: fx.Node) -> fx.Node:
         """``x``, which has the dims of ``a``, with zeros for the tokens that are cut off."""

@@ -156,6 +156,8 @@ def _call(
         return None
     if any(t.fill is not None and t.fill > HIDDEN for t in scores.terms):
         return None
+    if not scores.scale > 0:  # kernels take the largest product of a row for its largest score
+        return None
     q, k, v = (_four_dims(x, heads, emit) for x in given)
     k = _swapped(k, emit)
     if len({x.meta["val"].dtype for x in (q, k, v)}) > 1:
@@ -167,6 +169,8 @@ def _call(
     bias = _mask(scores.terms, sizes[0], heads, emit)
     if bias is NotImplemented:
         return None
+    # What was cast to a wider type on the way has that in the end.
+    q, k, v = (emit.cast(x, product.meta["val"].dtype) for x in (q, k, v))
     q = _multiplied(q, scores.factors, emit)
     found = AttentionCall(q, k, v, bias=bias, dropout_p=dropout_p, sinks=scores.sinks)
     return replace(found, scale=scores.scale, softcap=scores.softcap)

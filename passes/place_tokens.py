@@ -277,6 +277,7 @@ def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
     dense = labels.meta["val"].is_floating_point()
     dims = ctx.names.of(logits)
     split = logits in ctx.split and len(dims) == 2 and ctx.split[logits] in dims[0]
+    split = split and ctx.names.of(labels)[0] == dims[0]  # else a rank has rows of other tokens
     if not split or (labels in ctx.split and not dense):
         if reduction == MEAN and ctx.replicas.size > 1:
             ctx.note(UNJOINED)

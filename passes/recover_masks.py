@@ -183,6 +183,8 @@ class Recovery:
             return f"{q[2]} queries see {k[2]} keys"
         if not q[0] == k[0] == v[0]:
             return "batches differ"
+        if k[1] != v[1] or q[1] % k[1]:
+            return "heads of queries, keys and values differ"
         if call.bias is not None and _is_learned(call.bias):
             if isinstance(self._found(call), str):
                 return f"the mask `{call.bias.name}` is learned"

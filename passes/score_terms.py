@@ -77,11 +77,13 @@ def number_of(x: Any) -> float | None:
         return float(x)
     if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
         return None
-    if x.target in (*CASTS, aten.detach.default, aten.clone.default):
-        return number_of(x.args[0])
-    if x.target in (aten.full.default, aten.scalar_tensor.default):
-        return number_of(x.args[1] if x.target is aten.full.default else x.args[0])
-    return None
+    if x.target in (*CASTS, aten.detach.default, aten.clone.default, aten.scalar_tensor.default):
+        found = number_of(x.args[0])
+    else:
+        found = number_of(x.args[1]) if x.target is aten.full.default else None
+    if found is None or x.meta["val"].is_floating_point():
+        return found
+    return None if x.meta["val"].dtype is torch.bool else float(int(found))  # as a cast does
 
 
 def below_casts(x: Any) -> Any:
