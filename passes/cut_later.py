@@ -13,22 +13,12 @@ from torch import fx
 from paradyse.graph.attention_call import ATTENTION
 from paradyse.graph.edit import call_like, compute
 from paradyse.graph.factors import RULES, Dim, Factor, Names, size_of
+from paradyse.graph.finite import rows_are_finite, steep_inputs
 from paradyse.graph.infer import infer_names
 from paradyse.graph.rules import argument, cuts_ends
 from paradyse.graph.subgraph import draws, is_tensor, is_weight, with_sizes
 
 aten = torch.ops.aten
-
-_STEEP = {
-    **dict.fromkeys(("log", "log1p", "logit", "sqrt", "rsqrt", "reciprocal", "std"), (0,)),
-    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "cosh"), (0,)),
-    **dict.fromkeys(("acos", "asin", "atanh", "pow", "float_power"), (0,)),
-    **dict.fromkeys(("div", "divide", "true_divide", "floor_divide"), (1,)),
-    **dict.fromkeys(("fmod", "remainder", "xlogy"), (1,)),
-    **dict.fromkeys(("atan2", "arctan2", "hypot"), (0, 1)),
-    "addcdiv": (2,),
-}
-"""Operators that have no finite value or gradient at some finite inputs -> those inputs."""
 
 _TO_END = 2**63 - 1
 
@@ -42,8 +32,9 @@ def cut_later(gm: fx.GraphModule, ctx: Any) -> int:
     A cut mixes tokens, so that ranks would compute ``y`` [.., words] whole. Rows that are cut off
     have no gradient; of other inputs they are 0, and where an operator could make infinity of them,
     whose product with a gradient of 0 is NaN, it reads 0.5 or 1 in their place.
-    Refuses what attention reads later, and what stays as wide as it was where its tokens are mixed;
-            no random numbers are among what is computed so.
+    Refuses what attention reads later, what stays as wide as it was where its tokens are mixed, and
+            what is set to infinity where it was cut off; no random numbers are among what is
+            computed so.
     """
     count = 0
     while found := _cut_once_later(gm, ctx):
@@ -55,7 +46,7 @@ def cut_later(gm: fx.GraphModule, ctx: Any) -> int:
 def _cut_once_later(gm: fx.GraphModule, ctx: Any) -> int:
     nodes = list(gm.graph.nodes)
     seen = _seen_by_attention(nodes)
-    cuts = [n for n in nodes if n not in seen and _is_cut(n)]
+    cuts = [n for n in nodes if n not in seen and _is_cut(n) and _is_finite_whole(n)]
     if not cuts:
         return 0
     names, done = infer_names(gm.graph), set[fx.Node]()
@@ -88,6 +79,12 @@ def _is_cut(node: fx.Node) -> bool:
         return False
     value, source = node.meta["val"], node.args[0].meta["val"]
     return value.is_floating_point() and value.shape != source.shape and cuts_ends(node)
+
+
+def _is_finite_whole(cut: fx.Node) -> bool:
+    """Whether the rows that ``cut`` cuts off are not set to infinity."""
+    source = cut.args[0]
+    return rows_are_finite(source, source.meta["val"].shape[argument(cut, "dim")])
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class _Region:
                     if a not in made and is_tensor(a) and self._times(a):
                         made[a] = self._padded(a)
                 args = [fx.map_arg(arg, lambda a: made.get(a, a)) for arg in self._args(node)]
-                for i in _steep(node):
+                for i in steep_inputs(node):
                     if node.args[i] in made:
                         args[i] = self._without_ends(node.args[i], args[i])
                 kwargs = fx.map_arg(node.kwargs, lambda a: made.get(a, a))
@@ -283,15 +280,6 @@ class _Region:
         end = -self.kind.after if self.kind.after else _TO_END
         x = call_like(x, aten.slice.Tensor, (x, dim, self.kind.before, end))
         return x if left == shape else call_like(x, aten.reshape.default, (x, shape))
-
-
-def _steep(node: fx.Node) -> list[int]:
-    """Where among its arguments ``node`` reads what must not be just any number."""
-    at = _STEEP.get(getattr(node.target, "overloadpacket", node.target).__name__, ())
-    power = node.args[1] if len(node.args) > 1 else 0.0
-    if "pow" in str(node.target) and isinstance(power, int | float) and power >= 1:
-        return []  # of a number
-    return [i for i in at if isinstance(node.args[i], fx.Node)]
 
 
 def _shapes(value: Any) -> list[list[int]]:

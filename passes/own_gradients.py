@@ -40,7 +40,8 @@ def why_no_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, given: Sequence[Any])
             outputs, saved = fwd(*args)
             if not all(isinstance(y, Tensor) for y in outputs) or outputs[0].shape != x.shape:
                 return "it gives a tensor of another shape, or what is none"
-            traced.append((make_fx(fwd)(*args).graph, make_fx(bwd)(*outputs, *saved).graph))
+            behind = [torch.empty_like(y) for y in outputs]  # which may be saved themselves
+            traced.append((make_fx(fwd)(*args).graph, make_fx(bwd)(*behind, *saved).graph))
     if len({_text(graphs) for graphs in traced}) > 1:
         return "it depends on sizes"
     forward, backward = traced[-1]
@@ -86,6 +87,9 @@ def apply_with_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, *given: Any) -> t
     """An elementwise function f with a slope g of its own, as ``f(x) + (x - x') g(x)``, where x'
     and what f and g give are constants to autograd: x - x' is zero, and its gradient is one.
 
+    Where x is infinite x - x' is no number, and stands for 0, of which the gradient is 0; where g
+    is no finite number the largest one stands for it, so that the value remains f's.
+
     Args:
         fwd, bwd, given: of which ``why_no_slope`` says nothing.
     """
@@ -93,4 +97,6 @@ def apply_with_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, *given: Any) -> t
     constant = x.detach()
     (y, *inside), saved = fwd(*given[:at], constant, *given[at + 1 :])
     slope = bwd(torch.ones_like(y), *map(torch.zeros_like, inside), *saved)[at]
-    return (y.detach() + (x - constant) * slope.detach(), *inside)
+    largest = torch.finfo(slope.dtype).max
+    slope = slope.detach().nan_to_num(largest, largest, -largest)
+    return (y.detach() + (x - constant).nan_to_num() * slope, *inside)

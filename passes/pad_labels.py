@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.factors import RULES
+from paradyse.graph.finite import rows_are_finite, steep_inputs
 from paradyse.graph.rules import argument, elementwise
 
 aten = torch.ops.aten
@@ -24,7 +25,8 @@ def pad_labels(gm: fx.GraphModule, ctx: Any) -> int:
     after:  y = flatten(x, 0, 1); t = flatten(pad(slice(labels, 1, 1), [0, 1], -100), 0, 1)
             loss = cross_entropy_loss(y, t)
     Refuses losses of single tokens or of every second, labels that are probabilities or were not
-            cut from as many tokens, and logits that are more than scaled and flattened in between.
+            cut from as many tokens, logits that are more than scaled and flattened in between,
+            and those that may be infinite where they were cut off.
     """
     count = 0
     for node in gm.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
@@ -38,6 +40,8 @@ def pad_labels(gm: fx.GraphModule, ctx: Any) -> int:
         from_start &= argument(cut, "step") == 1
         alike = labels[0].args[0].meta["val"].shape == whole[:2]
         if dim != 1 or not from_start or not alike or labels[0].meta["val"].shape[1] != length:
+            continue
+        if any(map(steep_inputs, logits)) or not rows_are_finite(cut.args[0], whole[1]):
             continue
         with gm.graph.inserting_before(node):
             # What is computed of labels is computed first, as it would be of the padding too.

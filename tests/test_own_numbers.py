@@ -41,6 +41,31 @@ class LabelsBehindTheEnd(Decoder):
         return -self.head(x)[:, :-1].log_softmax(-1).gather(-1, labels[:, :-1]).mean()
 
 
+class NoClassAtTheEnd(Decoder):
+    """All classes are masked where logits are cut off, so that they have no softmax there."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        last = torch.arange(x.shape[1], device=x.device)[:, None] > x.shape[1] - 2
+        return self.head(x).masked_fill(last, -math.inf)[:, :-1]
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class LikelihoodsWithoutTheEnd(NoClassAtTheEnd):
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.logits(x).logsumexp(-1).mean()
+
+
+class LogarithmsAtTheEnd(Decoder):
+    """Probabilities that are cut off are zero."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        last = torch.arange(x.shape[1], device=x.device)[:, None] > x.shape[1] - 2
+        p = self.head(x).softmax(-1).masked_fill(last, 0.0)
+        return F.cross_entropy(p[:, :-1].log().flatten(0, 1), ids[:, 1:].flatten())
+
+
 class LabelsTurned(Decoder):
     """Labels go with the logits of other tokens, whatever for."""
 
@@ -77,6 +102,9 @@ ALONE: dict[str, type[Decoder]] = {
         KeysOfOneHead,
         WeightedFromTheSecond,
         LabelsBehindTheEnd,
+        NoClassAtTheEnd,
+        LikelihoodsWithoutTheEnd,
+        LogarithmsAtTheEnd,
         LeastAlike,
         ScoresInWords,
     )

@@ -27,6 +27,7 @@ from paradyse.cli.replay import Phase, batch_of, block_kinds, describe_plan, rep
 from paradyse.distributed.axis import resolve_axis
 from paradyse.planning.explain import PlanReport
 from paradyse.planning.machine import measure_machine
+from paradyse.planning.nothing_fits import NothingFitsError
 from paradyse.planning.profile_file import Profile
 from paradyse.verification import VerifyReport
 
@@ -190,8 +191,8 @@ def plan(
     batch: int,
     lengths: Sequence[int],
     options: Mapping[str, Any],
-) -> list[PlanReport]:
-    """A report for ``batch`` sequences of each of ``lengths`` tokens.
+) -> list[PlanReport | str]:
+    """A report for ``batch`` sequences of each of ``lengths`` tokens, or why no plan fits.
 
     One forward of few tokens makes the graph known.
     """
@@ -200,7 +201,14 @@ def plan(
     model = make().to(rank.device).train()
     compiled = torch.compile(model, backend="paradyse", options=dict(options))
     compiled(**_random_batch(model, batch, 16, rank.device))
-    return [paradyse.explain(compiled, batch, n) for n in lengths]
+
+    def report(length: int) -> PlanReport | str:
+        try:
+            return paradyse.explain(compiled, batch, length)
+        except NothingFitsError as e:
+            return str(e)
+
+    return [report(n) for n in lengths]
 
 
 def verify(

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradyse.distributed.axis import SINGLE, Axis, device_of, resolve_axis
-from paradyse.distributed.crossing import start_all_to_all
+from paradyse.distributed.crossing import as_carried, start_all_to_all
 from paradyse.distributed.lanes import lane_of
 from paradyse.distributed.regions import WAIT, region
 
@@ -386,7 +386,8 @@ def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
         return start_exchange(copies, axis, block_id, "all_gather")
     x, num_bytes = x.contiguous(), x.nbytes * (axis.size - 1)
     out = x.new_empty((axis.size, *x.shape))
-    launch = partial(_ALL_GATHER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
+    both = as_carried(out.view(-1)), as_carried(x.view(-1))
+    launch = partial(_ALL_GATHER, *both, group=axis.group, async_op=True)
     return _start("all_gather", x, axis, block_id, num_bytes, launch, out)
 
 
@@ -433,7 +434,8 @@ def all_reduce(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     if waits_on_host(axis) and x.numel() < _SMALL_ELEMENTS:
         num_bytes = 2 * x.nbytes * (axis.size - 1) // axis.size
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
-        return start_exchange(copies, axis, block_id, "all_reduce", num_bytes).wait().sum(0)
+        parts = start_exchange(copies, axis, block_id, "all_reduce", num_bytes).wait()
+        return parts.sum(0, dtype=x.dtype)
     out = x.clone(memory_format=torch.contiguous_format)
     return all_reduce_in_place(out, axis, {block_id: x.nbytes})
 

@@ -10,35 +10,41 @@ from paradyse.planning.units import describe_workload, format_bytes
 from paradyse.types import Workload
 
 
+class NothingFitsError(ValueError):
+    """No plan is within the memory that the user allows, or that the host has."""
+
+
 def why_nothing_fits(
-    choices: Choices, limit: float, workload: Workload, longest: int, options: Options
+    choices: Choices, limit: float, workload: Workload, longest: int | None, options: Options
 ) -> str:
     """In words, that none of ``choices`` for ``workload`` fits, where the capacity of the device
     says so, which may be tried.
 
     Args:
         limit: bytes of a rank.
-        longest: tokens of the longest sequences that would fit.
+        longest: tokens of the longest sequences that would fit; None: not known.
         options: of the backend.
     Raises:
-        ValueError: the same, and what to do, where the user said so, or the host is too small.
+        NothingFitsError: the same, and what to do, where the user said so, or the host is too
+            small.
     """
     need, points = choices.smallest()
     text = (
         f"no plan fits for {describe_workload(workload)}: the smallest needs "
         f"{format_bytes(need)} a rank, {format_bytes(choices.static_bytes)} of "
-        "them weights, gradients and optimizer state; the longest sequences that would fit "
-        f"have {longest} tokens"
+        "them weights, gradients and optimizer state"
     )
+    if longest is not None:
+        text += f"; the longest sequences that would fit have {longest} tokens"
     if need <= limit:
-        raise ValueError(
+        raise NothingFitsError(
             f"{text}. With that, blocks keep {format_bytes(choices.host_bytes(points))} on the "
             f"host, of which a rank may use {format_bytes(choices.host_limit)}; raise option "
             "'host_memory', use more ranks, or shorter or fewer sequences"
         )
     if options.memory_limit is not None:
         allowed = ", ".join((*options.splitting, *options.levers))
-        raise ValueError(
+        raise NothingFitsError(
             f"{text}, but option 'memory_limit' is {format_bytes(limit)}; raise it, use more "
             "ranks or shorter or fewer sequences, or allow more strategies or levers (now: "
             f"{allowed})"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import TypeVar
 
@@ -85,6 +85,8 @@ class Planner:
     """Gives what a step needs beside blocks and head; None: ``cost_model`` does."""
     idle_bytes: int = 0
     """Of ``static_bytes``, what is there only once a model is trained, and no optimizer stepped."""
+    as_given: Callable[[Workload], Workload] = field(default=lambda own: own)
+    """A workload of ``blocks`` -> the model's own, whose sequence is the tokens' dim."""
 
     def __post_init__(self) -> None:
         by_function = callable(self.options.plan)
@@ -264,11 +266,8 @@ class Planner:
         Args:
             as_here: a workload of that program -> the same as this planner has it.
         """
-
-        def beside(own: Workload) -> Beside:
-            return self.beside(as_here(own))
-
-        made = replace(self, blocks=blocks, head=head, cost_model=None, measured_beside=beside)
+        made = replace(self, blocks=blocks, head=head, cost_model=None, as_given=as_here)
+        made = replace(made, measured_beside=lambda own: self.beside(as_here(own)))
         made.correct(self._corrections)
         return made
 
@@ -402,7 +401,7 @@ class Planner:
             best = self.plan_of(smallest if choices.fits(smallest, limit) else points)
         else:
             best = self._steady(points, choices, limit, workload)
-        log.info("plan for %s: %s", describe_workload(workload), best.key)
+        log.info("plan for %s: %s", describe_workload(self.as_given(workload)), best.key)
         return best
 
     def least_bytes(self, workload: Workload, asked: Plan | None = None) -> int:
@@ -474,8 +473,9 @@ class Planner:
     def _over_the_limit(
         self, choices: Choices, asked: Plan, limit: float, workload: Workload
     ) -> Points:
-        longest = self.longest(workload, workload.seq_len, asked)
-        text = why_nothing_fits(choices, limit, workload, longest, self.options)
+        given = self.as_given(workload)
+        longest = self.longest(workload, workload.seq_len, asked) if given == workload else None
+        text = why_nothing_fits(choices, limit, given, longest, self.options)
         # The capacity is the machine's word, not the user's, and the prediction is no measurement.
         log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
         return smallest_within_host(choices)

@@ -155,7 +155,11 @@ def profile(
     limit = asked.memory_limit
     steps = Steps(module, options or {}, batch, training, make_batch)
     together = Together(resolve_axis(), "measuring a profile")
+    wanted = () if strategies is None else asked.strategies
     strategies = asked.splitting if steps.axis.size > 1 else (REPLICATED,)
+    if left := [s for s in wanted if s not in strategies]:
+        told = ", ".join(left), steps.axis.size, ", ".join(strategies)
+        log.warning("strategies %s are not measured on %d rank(s), but %s", *told)
     names = [str(Point(s, of)) for of in ((), *sets) for s in strategies]
 
     def begin() -> tuple[Machine, Book]:

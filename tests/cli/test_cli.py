@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from paradyse.cli import launch, rank_jobs
 from paradyse.cli import main as cli
 from paradyse.cli.commands import demo, doctor
 from paradyse.cli.commands.demo import pick_files
@@ -118,6 +121,23 @@ def test_plan_explains_each_length(config: str) -> None:
     assert out.count("chosen") >= 2
 
 
+def test_one_length_that_does_not_fit_leaves_the_plans_of_others(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def here(args: Any, function: str, arguments: dict[str, Any]) -> list[Any]:
+        return [rank_jobs.plan(SimpleNamespace(device="cpu"), **arguments)]
+
+    monkeypatch.setattr(launch, "run_as_asked", here)
+    asked = ["plan", "--model", config, "--memory-limit", "4MB", "--json", "--lengths"]
+    assert cli.main([*asked, "16,4096"]) == 0
+    found, told = capsys.readouterr()
+    assert [p["workload"]["seq_len"] for p in json.loads(found)["plans"]] == [16]
+    assert json.loads(found)["too_long"].keys() == {"4096"}
+    assert "4,096 tokens: no plan fits for batch 1 x 4096 tokens" in told
+    assert cli.main([*asked, "4096"]) == 2
+    assert "no plan fits for batch 1 x 4096 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_what_the_ranks_refuse_is_told_in_a_line(config: str) -> None:
     few = ["--layers", "1", "--lengths", "64"]
@@ -140,6 +160,11 @@ def test_plan_of_mixed_lengths_writes_ways_to_train_with(config: str, tmp_path: 
     ways, weights = read_ways(tmp_path / "plans" / "ways.json")
     assert weights == REPLICATED
     assert {w.degree for w in ways} == {1, 2}
+
+
+def test_bench_on_one_rank_has_no_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--ranks", "1", "--strategies", "metp"]) == 2
+    assert "--strategies share work among ranks: give --ranks 2" in capsys.readouterr().err
 
 
 @pytest.mark.slow

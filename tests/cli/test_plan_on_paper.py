@@ -96,7 +96,7 @@ def test_ranks_here_are_as_many_as_asked(
 
     def run_as_asked(args: Any, *more: Any) -> Any:
         asked.append((args.ranks, args.timeout, args.verbose))
-        return [[]]
+        return [[object()] * len(more[1]["lengths"])]
 
     monkeypatch.setattr(plan.launch, "run_as_asked", run_as_asked)
     monkeypatch.setattr(plan.integrations, "checked_config", lambda *args: {})

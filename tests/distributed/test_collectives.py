@@ -66,6 +66,47 @@ def test_values_and_bytes(n: int, pool3: RankPool) -> None:
         assert got["reduce bytes"] == (0 if r == 1 else size)
 
 
+def carried(dtype: torch.dtype) -> dict[str, list[int]]:
+    """What comes of whole numbers of ``dtype``, by collective."""
+    axis = resolve_axis()
+    x = torch.arange(6).reshape(3, 2).to(dtype) + axis.rank
+    counts = ((1, 2, 0), (0, 1, 2), (1, 1, 1))
+    found = {
+        "all_gather": collectives.all_gather(x, axis, collectives.MACHINE),
+        "all_to_all": collectives.all_to_all(x, axis, collectives.MACHINE),
+        "all_reduce": collectives.all_reduce(x, axis, collectives.MACHINE),
+        "ring_exchange": collectives.ring_exchange(x, axis, collectives.MACHINE).wait(),
+        "rows": collectives.start_rows(x, counts, axis, collectives.MACHINE).wait(),
+    }
+    assert all(y.dtype == dtype for y in found.values())
+    return {name: y.tolist() for name, y in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.float8_e5m2])
+def test_values_of_any_dtype_travel(dtype: torch.dtype, pool3: RankPool) -> None:
+    """Also of those that the process group does not send."""
+    if dtype.is_floating_point:
+        got = pool3.run(gathered, dtype)
+        assert got == [[[float(r), 1.0] for r in range(3)]] * 3
+        return
+    got = pool3.run(carried, dtype)
+    mine = [torch.arange(6).reshape(3, 2) + r for r in range(3)]
+    counts = torch.tensor(((1, 2, 0), (0, 1, 2), (1, 1, 1)))
+    for r, found in enumerate(got):
+        assert found["all_gather"] == torch.stack(mine).tolist()
+        assert found["all_to_all"] == torch.stack([x[r] for x in mine]).tolist()
+        assert found["all_reduce"] == sum(mine).tolist()
+        assert found["ring_exchange"] == mine[r - 1].tolist()
+        parts = [x.split(counts[i].tolist())[r] for i, x in enumerate(mine)]
+        assert found["rows"] == torch.cat(parts).tolist()
+
+
+def gathered(dtype: torch.dtype) -> Any:
+    axis = resolve_axis()
+    x = torch.tensor([axis.rank, 1.0]).to(dtype)
+    return collectives.all_gather(x, axis, collectives.MACHINE).float().tolist()
+
+
 COUNTS = ((2, 0, 3), (0, 0, 1), (4, 1, 0))
 """Rows from each rank to each: one has none for any other but one, one none for itself."""
 

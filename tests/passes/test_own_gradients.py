@@ -43,6 +43,36 @@ class Rounded(torch.autograd.Function):
         return grad * (x.abs() < 1) - grad / 3.0
 
 
+class Root(torch.autograd.Function):
+    """Steep at 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.sqrt()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad / (2 * y)
+
+
+class Sigmoid(torch.autograd.Function):
+    """What is saved is the value that it gives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.sigmoid()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y * (1 - y)
+
+
 class Clipped(Rounded):
     """Not linear in the gradient that comes from behind."""
 
@@ -99,7 +129,7 @@ def captured(
 
 
 @pytest.mark.parametrize(("dtype", "dynamic"), [(torch.float64, True), (torch.bfloat16, False)])
-@pytest.mark.parametrize("function", [Gelu, Rounded])
+@pytest.mark.parametrize("function", [Gelu, Rounded, Sigmoid])
 def test_values_and_gradients_are_the_functions_own(
     function: Any, dtype: torch.dtype, dynamic: bool
 ) -> None:
@@ -113,6 +143,27 @@ def test_values_and_gradients_are_the_functions_own(
     for (y,) in (gm(*given), [function.apply(x * 2)]):
         found.append([y.detach(), *torch.autograd.grad(y, x, behind)])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("function", "numbers"),
+    [(Root, [0.0, 4.0, torch.inf]), (Gelu, [torch.inf, 1.0]), (Rounded, [-torch.inf, 0.6])],
+)
+def test_values_stay_where_a_number_or_a_slope_is_infinite(
+    function: Any, numbers: list[float]
+) -> None:
+    x = torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
+    (gm,) = captured(function.apply, x)
+    assert isinstance(gm, fx.GraphModule)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    (y,) = gm(*[x if isinstance(n.meta.get("val"), Tensor) else 0 for n in placeholders])
+    want = function.apply(x)
+    torch.testing.assert_close(y, want)
+    got, of = (torch.autograd.grad(v.sum(), x)[0] for v in (y, want))
+    finite = x.isfinite() & of.isfinite()
+    torch.testing.assert_close(got[finite], of[finite])
+    assert not got.isnan().any()
+    assert (got[of.isinf()] > 1e300).all()
 
 
 REFUSED = {

@@ -253,6 +253,14 @@ def test_a_split_that_fits_is_taken_where_that_of_the_sequence_does_not() -> Non
         splits(num_ranks=8, memory_limit=less // 2).plan(workload)
 
 
+def test_what_does_not_fit_is_told_of_as_it_was_given() -> None:
+    """Not as the planner of the batch has it, to which sequences are tokens."""
+    tight = splits(memory_limit=1000, plan={"split": BATCH})
+    with pytest.raises(ValueError, match="no plan fits for batch 8 x 2048 tokens") as error:
+        tight.plan(MANY)
+    assert "longest" not in str(error.value) and "weights, gradients" in str(error.value)
+
+
 def test_the_memory_of_the_rest_is_there_whatever_is_split() -> None:
     """Also the floor and the margin of the profile."""
     big = [replace(rest(n), saved_bytes=n << 20, workspace_bytes=n << 19) for n in LENGTHS]

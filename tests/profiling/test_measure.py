@@ -321,6 +321,19 @@ def test_one_rank_and_forward_alone(pool1: RankPool, tmp_path: Path) -> None:
         assert m.batch == 2 and not m.training and m.backward_s == 0
 
 
+def measure_those(path: str, strategies: list[str]) -> set[str]:
+    given: dict[str, Any] = {"options": EAGER, "make_batch": tiny_batch, "repeats": 1}
+    found = profile(make_tiny(), path, (24,), training=False, strategies=strategies, **given)
+    return {m.strategy for m in found.measurements}
+
+
+def test_strategies_that_a_run_has_not_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert measure_those(str(tmp_path / "a"), ["metp"]) == {"replicated", ""}
+    assert "strategies metp are not measured on 1 rank(s), but replicated" in caplog.text
+
+
 def measure_another(path: str) -> tuple[str, str]:
     """A second model's profile in the file of the first; the inner compiler from outside."""
     with pytest.MonkeyPatch.context() as patch:

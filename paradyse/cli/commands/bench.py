@@ -17,8 +17,14 @@ from paradyse.types import ALONG_SEQUENCE
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Replays a trace of lengths, that of ``args``, under auto and every strategy."""
+    """Replays a trace of lengths, that of ``args``, under auto and every strategy.
+
+    Raises:
+        ValueError: one rank, and strategies by which several share work.
+    """
     require_transformers()
+    if args.strategies and args.ranks == 1:
+        raise ValueError("--strategies share work among ranks: give --ranks 2 or more")
     _check_paths(args)
     console = make_console(args.json)
     lengths, source = trace_of(args)

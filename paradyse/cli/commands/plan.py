@@ -194,14 +194,20 @@ def _plan_here(args: argparse.Namespace) -> None:
     }
     console = make_console(args.json)
     with console.status(f"planning on {args.ranks} ranks ..."):
-        reports = launch.run_as_asked(args, "paradyse.cli.rank_jobs:plan", arguments)[0]
+        found = launch.run_as_asked(args, "paradyse.cli.rank_jobs:plan", arguments)[0]
+    reports = [r for r in found if not isinstance(r, str)]
+    too_long = {n: why for n, why in zip(lengths, found, strict=True) if isinstance(why, str)}
+    if not reports:
+        raise ValueError(too_long[min(lengths)])
     for report in reports:
         console.print(report if console.is_terminal else str(report))
         console.print()
+    for n, why in too_long.items():
+        console.print(f"{n:,} tokens: {why}")
     for note in beyond_positions(config, max(lengths)):
         console.print(f"note: {note}")
     if args.json:
-        show_json({"plans": reports})
+        show_json({"plans": reports, "too_long": too_long})
 
 
 def _plan_on_paper(args: argparse.Namespace) -> None:
