@@ -23,8 +23,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paradyse.config import AUTO, BLOCK_KINDS, STRATEGIES, Options
 from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, GroupMesh, device_of
+from paradyse.distributed.collectives import CollectiveError
 from paradyse.distributed.facts import PLAN
-from paradyse.distributed.failures import first_line
+from paradyse.distributed.failures import DroppedCallError, first_line
 from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import gathered_notes
@@ -252,17 +253,22 @@ class Choice:
         self._hold_most(self.agreement)
         form = self.planner.form(workload)
         if callable(self.options.plan):
+            together = self.agreement.all_replicas_call  # each asks the function at every call
             if not leaves_open(form):
                 plan = self.alone.settle(self.splits.plan_for(form, workload), workload)
-                self.agreement.compare("makes a plan", {PLAN: plan.key})
+                self.agreement.compare("makes a plan", {PLAN: plan.key}, together)
                 return plan
-            self.agreement.compare("makes a plan", {PLAN: str(form)})
+            self.agreement.compare("makes a plan", {PLAN: str(form)}, together)
+        if leaves_open(form):
+            self.planner.machine(workload.dtype)  # sends messages: all ranks measure it, or none
         mine, error = [-1] * (2 + most_blocks(len(self.blocks))), None
         try:
             chosen = self.alone.settle(self.splits.plan_for(form, workload), workload)
             of_all = _HEADS.index(chosen.head), _SPLITS.index(chosen.split)
             said = [*of_all, *map(_POINTS.index, chosen.strategies)]
             mine[: len(said)] = said
+        except (DroppedCallError, CollectiveError):  # so have all
+            raise
         except Exception as e:  # the others wait for this rank's word
             error = e
             if not isinstance(e, ValueError):

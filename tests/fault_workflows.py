@@ -10,6 +10,8 @@ TRIALS = "tests/profiling/test_trials.py::"
 REDUCTIONS = "paradyse/weights/reductions.py"
 REDUCED = ("tests/weights/test_reductions.py::test_they_are_those_of_the_whole_tensor",)
 
+FAILED_PLANS = "tests/distributed/test_failed_plans.py::"
+
 WORKFLOW_FAULTS: tuple[Fault, ...] = (
     Fault(
         "spreads joined without the distance of means",
@@ -384,5 +386,36 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
         "except Exception as e:  # the others wait",
         "except ValueError as e:  # the others wait",
         ("tests/test_choice.py::test_a_rank_without_memory_to_plan_takes_part_all_the_same",),
+    ),
+    Fault(
+        "rates are measured where a rank that fails says that it has no plan",
+        "paradyse/choice.py",
+        "if leaves_open(form):\n            self.planner.machine",
+        "if False:\n            self.planner.machine",
+        (f"{FAILED_PLANS}test_one_rank_has_no_memory_to_measure_rates",),
+    ),
+    Fault(
+        "plans of functions are compared within a replica alone",
+        "paradyse/choice.py",
+        "together = self.agreement.all_replicas_call",
+        "together = False",
+        (f"{FAILED_PLANS}test_a_function_that_plans_fails_on_one_rank_of_a_replica",),
+    ),
+    Fault(
+        "a call begins after a comparison broke",
+        "paradyse/distributed/agreement.py",
+        "axes = (*self._axes, *(control.axis for control in some))",
+        "axes = self._axes",
+        (f"{FAILED_PLANS}test_no_call_begins_after_a_comparison_broke",),
+    ),
+    Fault(
+        "messages of a backward that failed are waited for by the next",
+        "paradyse/weights/no_sync.py",
+        "self._backward, self._ends = backward, None",
+        "self._backward = backward",
+        (
+            "tests/weights/test_no_sync.py::"
+            "test_messages_of_a_backward_that_failed_are_not_waited_for_by_the_next",
+        ),
     ),
 )

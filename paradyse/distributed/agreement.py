@@ -268,6 +268,12 @@ class Agreement:
         """How often the ranks have dropped a call: until then some may have counted it."""
         return self._of_axis.num_dropped
 
+    @property
+    def all_replicas_call(self) -> bool:
+        """Whether the call under way trains, so that all ranks of the mesh make one."""
+        call = self._of_axis.call
+        return call is not None and call.trains
+
     def first_has(self, mine: T) -> T:
         """What the first rank of the axis gives as ``mine``, a small object, on every rank."""
         self._of_axis.settle()
@@ -300,7 +306,9 @@ class Agreement:
         return said
 
     def _is_broken(self) -> bool:
-        return any(a.session.of(Started).broken for a in self._axes)
+        some = [*self._control.values(), *([self._among] if self._among else [])]
+        axes = (*self._axes, *(control.axis for control in some))
+        return any(a.session.of(Started).broken for a in axes)
 
     def hear(self, told: _Told) -> bool:
         """The second half of ``compare``, after ``told`` was told; whether all ranks of the axis

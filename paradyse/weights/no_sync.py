@@ -26,7 +26,7 @@ from paradyse.distributed.collectives import Pending
 from paradyse.distributed.held import forget_held
 from paradyse.distributed.lanes import GRADIENTS, Overlap, lane_of
 from paradyse.distributed.replicas import average
-from paradyse.torch_private import at_end_of_backward, only_accumulates
+from paradyse.torch_private import at_end_of_backward, current_backward, only_accumulates
 from paradyse.weights.coming_gradient import ComingGradient
 from paradyse.weights.partial_gradient import NOT_SUMMED, PartialGradient, kept_dtype, rest_part
 from paradyse.weights.shard import Model, check_module
@@ -162,6 +162,8 @@ class GradientSync:
         self._scatters: list[Pending] = []
         """Those of them that hold copies of whole gradients."""
         self._call: Call | None = None
+        self._backward = -1
+        """The latest that began, by autograd's number of it."""
 
     def begin(self, call: Call | None = None) -> str:
         """From within a backward, before it computes gradients of weights: what ``gradients_are``
@@ -171,6 +173,9 @@ class GradientSync:
             call: whose backward it is; None where ranks are not compared.
         """
         self._call = call
+        if self._backward != (backward := current_backward()):
+            self._backward, self._ends = backward, None  # the one before may have failed
+            self._scatters.clear()
         forget_held(self.axis)
         state, kept = gradients_are(self.axis, self.weights), self.axis.session.of(_Kept)
         self.later = state != AT_ONCE

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 import paradyse
+from paradyse.distributed.axis import SINGLE
+from paradyse.distributed.lanes import Overlap
 from paradyse.runtime.registry import captures_of
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import PartialGradient
@@ -431,3 +433,34 @@ def hooks_and_finalizers() -> list[int]:
 def test_nothing_is_left_of_an_accumulation(pool2: RankPool) -> None:
     for first, *more in pool2.run(hooks_and_finalizers):
         assert more == [first, first]
+
+
+def test_messages_of_a_backward_that_failed_are_not_waited_for_by_the_next() -> None:
+    sync, waits, fails = GradientSync(), list[str](), [True]
+    SINGLE.session.of(Overlap).on = True
+
+    class Message:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self) -> list[Tensor]:
+            waits.append(self.name)
+            return [torch.zeros(2)]
+
+    def begin(grad: Tensor) -> None:
+        sync.begin()
+        assert sync._ends is not None
+        sync._ends.append(Message("first" if fails else "second"))  # type: ignore[arg-type]
+
+    def go_on(grad: Tensor) -> None:
+        if fails:
+            raise ZeroDivisionError(fails.pop())
+
+    y = torch.ones(2, requires_grad=True).exp()
+    y.register_hook(go_on)
+    z = y * 2
+    z.register_hook(begin)
+    with pytest.raises(ZeroDivisionError):
+        z.sum().backward(retain_graph=True)
+    z.sum().backward()
+    assert waits == ["second"]
