@@ -15,7 +15,7 @@ import random
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from paradyse.checkpoint.folder import next_step
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.agreement import agreement_of
-from paradyse.distributed.axis import Axis, ranks_of, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.distributed.together import Together
+from paradyse.over_replicas import OverReplicas, over_replicas
 from paradyse.runtime.registry import check_compiled
 from paradyse.torch_private import compiled_call_of, original_module
-from paradyse.weights.no_sync import no_sync
 from paradyse.weights.shard import full_state_dict, is_sharded
-from paradyse.weights.sharded_tensor import used_on
 
 log = logging.getLogger(__name__)
 
@@ -42,82 +41,6 @@ SHARDS = "shards"
 """Folders in a checkpoint with sharded models and their optimizers are named so, or begin so."""
 
 StrPath = str | os.PathLike[str]
-
-_Accelerator: Any = object
-"""For the type checker: the class that a mixin precedes is the user's choice."""
-
-
-class OverReplicas(_Accelerator):
-    """Put before an Accelerator: each sequence group is one process of it.
-
-    A class of its own, since transformers' Trainer makes its Accelerator itself.
-    """
-
-    sequence_axis: Axis
-    replica_axis: Axis
-
-    @property
-    def num_processes(self) -> int:
-        """Sequence groups."""
-        return self.replica_axis.size
-
-    @property
-    def process_index(self) -> int:
-        """Number of this rank's sequence group."""
-        return self.replica_axis.rank
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, **kwargs: Any
-    ) -> nn.Module:
-        """``model`` with autocast and without DistributedDataParallel, as accelerate has it for
-        evaluation; ``device_placement`` and ``kwargs`` as accelerate's."""
-        kwargs["evaluation_mode"] = True
-        if lies_on(model, self.device):
-            device_placement = False
-        return super().prepare_model(model, device_placement, **kwargs)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """``paradyse.no_sync`` of ``model``."""
-        return no_sync(model)
-
-    def gather(self, tensor: Any) -> Any:
-        """``tensor``, or what is nested in it, of each group once, joined along the first dim."""
-        from accelerate.utils import recursively_apply
-
-        if self.replica_axis.size * self.sequence_axis.size == 1:
-            return super().gather(tensor)  # numbers stay numbers
-
-        mine = ranks_of(self.replica_axis)  # of each group the rank in this one's place
-
-        def one_of_each_group(everyone: torch.Tensor) -> torch.Tensor:
-            apart = everyone.unflatten(0, (dist.get_world_size(), -1))
-            return apart[list(mine)].flatten(0, 1)
-
-        return recursively_apply(one_of_each_group, super().gather(tensor))
-
-    def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
-        """The part of ``inputs`` that is this rank's sequence group's; ``inputs`` and
-        ``apply_padding`` as accelerate's."""
-        from accelerate.state import PartialState
-
-        split: Any = PartialState.split_between_processes
-        found: AbstractContextManager[Any] = split(self, inputs, apply_padding)
-        return found
-
-
-def over_replicas(accelerator: Any, sequence: Axis, replicas: Axis) -> None:
-    """Have ``accelerator``, one of accelerate's, take ``sequence`` groups for processes, of which
-    there are as many as ``replicas``."""
-    kind = type(accelerator)
-    if not issubclass(kind, OverReplicas):
-        accelerator.__class__ = type(f"Replica{kind.__name__}", (OverReplicas, kind), {})
-    accelerator.sequence_axis, accelerator.replica_axis = sequence, replicas
-    data = accelerator.dataloader_config
-    if data.dispatch_batches is None:
-        # Batches of an iterable dataset would be read by rank 0 and split over all ranks.
-        data.dispatch_batches = False
 
 
 class AcceleratorMixin(OverReplicas):
@@ -238,53 +161,6 @@ class AcceleratorMixin(OverReplicas):
 
         prepared.step = step_for_each_replica
         return prepared
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """``tensor``, or what is nested in it, of each group once: the sum, or with ``reduction``
-        "mean" the mean, times ``scale``."""
-        from accelerate.utils import recursively_apply
-
-        if reduction not in ("sum", "mean"):
-            return super().reduce(tensor, reduction, scale)
-        num = self.sequence_axis.size * (self.num_processes if reduction == "mean" else 1)
-        total = super().reduce(tensor, "sum", scale)
-
-        def shared(x: torch.Tensor) -> torch.Tensor:
-            return x / num if x.is_floating_point() or x.is_complex() else x // num
-
-        return recursively_apply(shared, total)
-
-    def check_trigger(self) -> bool:
-        """accelerate's: whether any rank has called ``set_trigger``, with its group or without."""
-        mine = getattr(self, "flag_tensor", None)
-        if mine is not None:
-            self.flag_tensor: Any = mine * self.sequence_axis.size  # as ``reduce`` divides
-        return bool(super().check_trigger())
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """``input_data`` of each group once, without what fills up the last batch.
-
-        Args:
-            input_data: tensors [B, ...], nested or not.
-            use_gather_object: not supported.
-        Raises:
-            ValueError: there is something else than tensors, which accelerate would gather of every
-                rank.
-        """
-        from accelerate.utils import recursively_apply
-
-        try:
-            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if use_gather_object:
-            raise ValueError(
-                "gather_for_metrics of other things than tensors has those of every rank, and "
-                "ranks of a sequence group have the same: give tensors, or call "
-                "torch.distributed.all_gather_object and take one of each group "
-                "(paradyse.replica_of)"
-            )
-        return super().gather_for_metrics(input_data)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """``paradyse.full_state_dict`` of a sharded ``model``, whole on every rank; any other as
@@ -426,13 +302,6 @@ def remove_shards(folder: Path) -> None:
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The one inside accelerate's ``optimizer``."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def lies_on(model: nn.Module, device: torch.device) -> bool:
-    """Whether all of ``model`` is computed on ``device``, so that it need not be moved there:
-    PyTorch moves no shard that something refers to weakly, as a call of the model does."""
-    to = torch.device("cpu") if device.type == "cpu" else device  # accelerate numbers CPUs
-    return all(used_on(x) == to for x in (*model.parameters(), *model.buffers()))
 
 
 def share_random_states(sequence: Axis, mesh: Any, is_own: bool, number: int = 0) -> int:

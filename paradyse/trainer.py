@@ -12,6 +12,7 @@ calls the original.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -27,8 +28,6 @@ from paradyse.accelerator import (
     SHARDS,
     axes_of_all,
     check_no_mesh,
-    lies_on,
-    over_replicas,
     plain_optimizer,
     remove_shards,
     share_random_states,
@@ -37,6 +36,7 @@ from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import lacks_group
 from paradyse.mixed.batches import MixedBatches, MixedStep
 from paradyse.mixed.training import MixedModel
+from paradyse.over_replicas import lies_on, over_replicas
 from paradyse.profiling.step_reports import calls_of
 from paradyse.runtime.registry import check_compiled
 from paradyse.token_scores import score_in_graph
@@ -118,6 +118,7 @@ class TrainerMixin(_Trainer):
         self._mesh = mesh
         self._whole_state: dict[str, Any] | None = None
         self._ran = False
+        self._num_evaluated = 0
         num_ranks = dist.get_world_size() if dist.is_initialized() else lacks_group()
         if num_ranks > 1 and hasattr(type(self), "_generate_and_score_completions"):  # TRL's
             raise ValueError(
@@ -228,6 +229,25 @@ class TrainerMixin(_Trainer):
         assert inputs.loss is not None
         return inputs.loss.to(self.args.device, torch.float32)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own, of ``args`` and ``kwargs``."""
+        found = super().evaluation_loop(*args, **kwargs)
+        self._num_evaluated = found.num_samples
+        return found
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own, of ``args`` and ``kwargs``."""
+        found = super().predict(*args, **kwargs)
+        self._count_steps_of_groups(found.metrics)
+        return found
+
+    def _count_steps_of_groups(self, metrics: dict[str, Any]) -> None:
+        """Steps of evaluation a second, for which Trainer takes ranks for replicas."""
+        end, batch = "_steps_per_second", self.args.eval_batch_size * self._replicas.size
+        for name in [n.removesuffix(end) for n in metrics if n.endswith(end)]:
+            if name != "train" and (seconds := metrics.get(f"{name}_runtime")):
+                metrics[name + end] = round(math.ceil(self._num_evaluated / batch) / seconds, 3)
+
     def floating_point_ops(self, inputs: Any) -> int:
         """Trainer's own of ``inputs``, of which it adds up those of all ranks: this rank's part. A
         batch of mixed lengths is not counted."""
@@ -251,6 +271,7 @@ class TrainerMixin(_Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's own, of ``logs`` of training with the latest call's, where they are wanted."""
+        self._count_steps_of_groups(logs)
         calls = calls_of(list(self.model.parameters())) if self._log_steps else None
         if "loss" in logs and calls is not None and calls.last is not None:
             logs = logs | calls.last.scalars()

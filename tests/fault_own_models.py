@@ -129,7 +129,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "ranks are taken to lie in order over replicas",
-        "paradyse/accelerator.py",
+        "paradyse/over_replicas.py",
         "return apart[list(mine)].flatten(0, 1)",
         "return apart[:: self.sequence_axis.size].flatten(0, 1)",
         ("tests/test_accelerator.py::test_what_is_gathered_is_of_each_group_once",),

@@ -14,6 +14,9 @@ from models import make_batch, make_model, whole
 from test_trainer import fresh_accelerate
 from torch import Tensor
 
+from paradyse.accelerator import axes_of_all
+from paradyse.over_replicas import over_replicas
+
 EXACT = 1e-5
 """Relative, of float32 losses after a few steps of AdamW."""
 
@@ -248,24 +251,43 @@ def test_a_model_of_another_backend_is_refused(pool2: RankPool) -> None:
         assert 'compile it with backend="paradyse"' in text
 
 
-def things() -> str:
+def of_groups(by_trainer: bool, shape: Sequence[Sequence[int]], folder: str) -> list[Any]:
+    """What an Accelerator, ours or as Trainer has it, counts of things that groups have."""
     import accelerate
-
-    import paradyse
-
-    class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):  # type: ignore[misc]
-        pass
+    from torch.distributed.device_mesh import DeviceMesh
 
     with fresh_accelerate():
-        accelerator = Accelerator(cpu=True)
-        with pytest.raises(ValueError) as error:
-            accelerator.gather_for_metrics(["a", "b"])
-    return str(error.value)
+        if by_trainer:
+            mesh = DeviceMesh("cpu", shape, mesh_dim_names=("data", "sequence"))
+            accelerator: Any = accelerate.Accelerator(cpu=True)
+            over_replicas(accelerator, *axes_of_all(mesh, "Trainer"))
+        else:
+            accelerator = made(shape)
+        name = f"group {accelerator.process_index}"
+        found = [
+            accelerator.gather_for_metrics([name, "b"]),
+            accelerator.gather_for_metrics(torch.ones(1)).tolist(),
+            accelerator.reduce(torch.tensor(3.0), "sum").item(),
+            accelerator.reduce(torch.tensor(3.0), "mean").item(),
+            accelerator.is_last_process,
+        ]
+        with accelerator.profile(accelerate.utils.ProfileKwargs(output_trace_dir=folder)):
+            torch.ones(3).exp()
+        return [*found, sorted(p.name for p in Path(folder).iterdir())]
 
 
-def test_things_of_every_rank_are_not_taken_for_those_of_groups(pool2: RankPool) -> None:
-    for text in pool2.run(things):
-        assert "give tensors" in text
+@pytest.mark.parametrize("by_trainer", [False, True])
+def test_things_of_groups_are_counted_once(
+    by_trainer: bool, pool2: RankPool, tmp_path: Path
+) -> None:
+    """But each rank writes a trace, and one of all is the last."""
+    traces = ["profile_0.json", "profile_1.json"]
+    one = pool2.run(of_groups, by_trainer, [[0, 1]], str(tmp_path / "one"))
+    want: list[Any] = [["group 0", "b"], [1.0], 3.0, 3.0]
+    assert one == [[*want, False, traces], [*want, True, traces]]
+    two = pool2.run(of_groups, by_trainer, [[1], [0]], str(tmp_path / "two"))
+    want = [["group 0", "b", "group 1", "b"], [1.0] * 2, 6.0, 3.0]
+    assert two == [[*want, False, traces], [*want, True, traces]]
 
 
 def generated(inplace: bool, sharded: bool) -> list[tuple[bool, int, list[str]]]:

@@ -31,7 +31,7 @@ LAYERS = (
     ("choice",),
     ("planned_program",),
     ("backend",),
-    ("accelerator", "reports", "verification"),
+    ("over_replicas", "accelerator", "reports", "verification"),
     ("trainer",),
     ("cli",),
     ("__main__",),
@@ -51,7 +51,7 @@ LEAVES = {"kernels": {"torch", "triton"}, "torch_private": {"torch"}, "types": {
 OPTIONAL = {
     "transformers": "paradyse/cli/models.py",
     "safetensors": "paradyse/checkpoint/load_safetensors.py",
-    "accelerate": "paradyse/accelerator.py",
+    "accelerate": "paradyse/over_replicas.py",
     "altair": "paradyse/cli/drawing.py",
     "vl_convert": "paradyse/cli/drawing.py",
 }

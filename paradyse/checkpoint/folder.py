@@ -164,8 +164,7 @@ def _size_bytes(file: Path) -> int | None:
     return file.stat().st_size if file.is_file() else None
 
 
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first ``most`` of ``names`` for an error, and how many there are besides."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def listed(names: Iterable[str]) -> str:
+    """The first three of ``names`` for an error, and how many there are besides."""
+    first, rest = (names := list(names))[:3], names[3:]
+    return ", ".join(first) + (f" and {len(rest)} more" if rest else "")

@@ -136,14 +136,14 @@ def _axis(ticks: Ticks, **more: Any) -> alt.Axis:
     )
 
 
-def _tokens(span: Sequence[float], title: str, field: str = "tokens") -> alt.X:
+def _tokens(span: Sequence[float], title: str) -> alt.X:
     """The axis of lengths, the same for all that stand below one another."""
     import altair as alt
 
     ends = edges(span)
     scale = alt.Scale(type="log", domain=[ends[0], ends[-1]], nice=False)
     axis = _axis(ticks_of(TOKENS, ends[0], ends[-1], MANY), tickCount=MANY)
-    return alt.X(f"{field}:Q", scale=scale, axis=axis, title=title)
+    return alt.X("tokens:Q", scale=scale, axis=axis, title=title)
 
 
 def _limit_text(chart: Chart) -> str:

@@ -19,7 +19,7 @@ MOST_GROUPS = 64
 
 
 def draw_batches(
-    source: str, batch: int, num_batches: int, cut: int | None = None, seed: int = 0
+    source: str, batch: int, num_batches: int, cut: int | None = None
 ) -> list[list[int]]:
     """Lengths of the sequences of some batches, in tokens.
 
@@ -28,7 +28,6 @@ def draw_batches(
         batch: sequences of each.
         num_batches: at most; a file may have fewer.
         cut: tokens behind which sequences are cut off; None: they are whole.
-        seed: of the draw from a distribution.
     Raises:
         ValueError: there is neither such a file nor such a distribution, or the file has not enough
             lengths for one batch.
@@ -48,7 +47,7 @@ def draw_batches(
             raise ValueError(f"no file {source}, and {e}") from e
         # equal parts of the distribution over all batches, so that the rarest lengths are in some
         longest = DISTRIBUTIONS[name].edges[-1]
-        lengths = sample_lengths(name, batch * num_batches, longest, seed)
+        lengths = sample_lengths(name, batch * num_batches, longest)
     if cut is not None:
         lengths = [min(n, cut) for n in lengths]
     return [lengths[k * batch : (k + 1) * batch] for k in range(num_batches)]

@@ -11,7 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import IO, Any
@@ -96,29 +96,6 @@ class Ahead:
             f"the process that plans batches ended with exit code {self._process.wait()}; what it "
             "printed before says why"
         )
-
-
-def plans_ahead(
-    batches: Iterable[Sequence[int]], ways: Sequence[Way], num_ranks: int, limit_s: float = 5.0
-) -> Iterator[StepPlan]:
-    """The plan of each of ``batches``, of which the next is being made meanwhile.
-
-    Args:
-        batches: lengths of their sequences, in tokens.
-        ways: of groups.
-        num_ranks: of the axis.
-        limit_s: seconds for each plan.
-    """
-    with Ahead(ways, num_ranks, limit_s) as ahead:
-        waiting = 0
-        for lengths in batches:
-            ahead.ask(lengths)
-            waiting += 1
-            if waiting > 1:
-                yield ahead.take()
-                waiting -= 1
-        for _ in range(waiting):
-            yield ahead.take()
 
 
 def serve() -> None:

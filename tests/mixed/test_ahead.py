@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from step_search import ways_by_formula
 
-from paradyse.mixed.ahead import Ahead, plans_ahead
+from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.step_plan import plan_step
 
 WAYS = ways_by_formula([1, 2, 3, 4], 2048, 0.01)
@@ -13,28 +13,18 @@ BATCHES = [[100, 200, 3000], [7], [500] * 9]
 
 
 def test_plans_are_those_of_the_solver_in_order() -> None:
-    assert list(plans_ahead(BATCHES, WAYS, 4)) == [plan_step(b, WAYS, 4) for b in BATCHES]
-
-
-def test_the_next_batch_is_asked_for_before_a_plan_is_given() -> None:
-    seen = []
-
-    def batches():
-        for b in BATCHES:
-            seen.append(b)
-            yield b
-
-    plans = plans_ahead(batches(), WAYS, 4)
-    next(plans)
-    assert seen == BATCHES[:2]
-    plans.close()
+    with Ahead(WAYS, 4) as ahead:
+        for batch in BATCHES:
+            ahead.ask(batch)
+        assert [ahead.take() for _ in BATCHES] == [plan_step(b, WAYS, 4) for b in BATCHES]
 
 
 def test_batches_larger_than_a_pipe() -> None:
     """The second is asked for while the first one's plan waits to be taken."""
-    batches = [[7] * 40_000] * 2
-    for plan in plans_ahead(batches, WAYS, 4, limit_s=0.1):
-        assert plan.time_s > 0
+    with Ahead(WAYS, 4, limit_s=0.1) as ahead:
+        for _ in range(2):
+            ahead.ask([7] * 40_000)
+        assert all(ahead.take().time_s > 0 for _ in range(2))
 
 
 def test_a_batch_that_cannot_be_planned_leaves_the_others() -> None:
