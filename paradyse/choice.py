@@ -23,9 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paradyse.config import AUTO, BLOCK_KINDS, STRATEGIES, Options
 from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, GroupMesh, device_of
-from paradyse.distributed.collectives import CollectiveError
 from paradyse.distributed.facts import PLAN
-from paradyse.distributed.failures import DroppedCallError, first_line
+from paradyse.distributed.failures import first_line
 from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import gathered_notes
@@ -124,6 +123,8 @@ class Choice:
         self._rates: Machine | None = None
         self._known_rates: set[torch.dtype] = set()
         """Dtypes whose rates plans were compared by."""
+        self._is_measuring = False
+        """Rates are being measured, or could not be."""
         self.optimizers = OptimizersSeen(weights)
         static = self.optimizers.static_bytes()
         self._on_host = self.optimizers.static_bytes(on_host=True)
@@ -226,7 +227,9 @@ class Choice:
 
     def _machine(self, dtype: torch.dtype) -> Machine:
         """The rates, and of the host the memory that weights leave there."""
+        self._is_measuring = True
         machine = self._measured(dtype)
+        self._is_measuring = False
         self._known_rates.add(dtype)
         if not self._on_host or machine.host_capacity_bytes is None:
             return machine
@@ -259,17 +262,16 @@ class Choice:
                 self.agreement.compare("makes a plan", {PLAN: plan.key}, together)
                 return plan
             self.agreement.compare("makes a plan", {PLAN: str(form)}, together)
-        if leaves_open(form):
-            self.planner.machine(workload.dtype)  # sends messages: all ranks measure it, or none
+        self._is_measuring = False
         mine, error = [-1] * (2 + most_blocks(len(self.blocks))), None
         try:
             chosen = self.alone.settle(self.splits.plan_for(form, workload), workload)
             of_all = _HEADS.index(chosen.head), _SPLITS.index(chosen.split)
             said = [*of_all, *map(_POINTS.index, chosen.strategies)]
             mine[: len(said)] = said
-        except (DroppedCallError, CollectiveError):  # so have all
-            raise
         except Exception as e:  # the others wait for this rank's word
+            if self._is_measuring:  # but while rates are measured, for its messages
+                raise
             error = e
             if not isinstance(e, ValueError):
                 log.warning("this rank has no plan of its own (%s)", first_line(e))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import RankPool
 from models import TOLERANCE, check, make_batch, make_model, norm_of, relative, run_step, worst
 from plans import PLANS, Blocks, blocks_of, choose
@@ -145,11 +146,15 @@ def train(order: str) -> None:
     want = peft.get_peft_model_state_dict(reference)
     mine = peft.get_peft_model_state_dict(model, state_dict=after)
     assert mine.keys() == want.keys()
+    state, is_main = paradyse.full_state_dict(model, cpu=True, rank0_only=True), not dist.get_rank()
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, state_dict=after)
-        saved = load_file(Path(folder) / "adapter_model.safetensors")
-    assert all(torch.equal(saved[n], mine[n]) for n in want)
-    redraw = {n: torch.full_like(w, 0.5) for n, w in saved.items()}
+        model.save_pretrained(folder, state_dict=state, is_main_process=is_main)
+        if is_main:
+            saved = load_file(Path(folder) / "adapter_model.safetensors")
+            assert all(torch.equal(saved[n], mine[n]) for n in want)
+        else:
+            assert not list(Path(folder).iterdir())
+    redraw = {n: torch.full_like(w, 0.5) for n, w in mine.items()}
     peft.set_peft_model_state_dict(model, redraw)
     found = peft.get_peft_model_state_dict(model, state_dict=paradyse.full_state_dict(model))
     assert all(torch.equal(found[n], redraw[n]) for n in redraw)
