@@ -200,7 +200,7 @@ class _FillInBackward(torch.autograd.Function):
     def forward(ctx: Any, gathered: Gathered, *outputs: Tensor) -> Any:
         ctx.gathered = gathered
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outputs)
+        return tuple(x.detach() for x in outputs)  # of views none may be written in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
