@@ -13,10 +13,10 @@ from torch import fx
 from paradyse.graph.attention_call import ATTENTION
 from paradyse.graph.edit import call_like, compute
 from paradyse.graph.factors import RULES, Dim, Factor, Names, size_of
-from paradyse.graph.finite import rows_are_finite, steep_inputs
 from paradyse.graph.infer import infer_names
 from paradyse.graph.rules import argument, cuts_ends
 from paradyse.graph.subgraph import draws, is_tensor, is_weight, with_sizes
+from paradyse.passes.finite import rows_are_finite, steep_inputs
 
 aten = torch.ops.aten
 

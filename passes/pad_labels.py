@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from paradyse.graph.factors import RULES
-from paradyse.graph.finite import rows_are_finite, steep_inputs
 from paradyse.graph.rules import argument, elementwise
+from paradyse.passes.finite import rows_are_finite, steep_inputs
 
 aten = torch.ops.aten
 

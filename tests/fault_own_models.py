@@ -272,7 +272,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "logarithms read zeros of tokens that are cut off",
-        "paradyse/graph/finite.py",
+        "passes/finite.py",
         "    return [i for i in at if isinstance(node.args[i], fx.Node)]",
         "    return [i for i in at[:0] if isinstance(node.args[i], fx.Node)]",
         ("tests/passes/test_cut_later.py::test_rows_that_are_cut_off_are_no_danger[no sum]",),
@@ -316,7 +316,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "exponentials of cut tokens overflow",
-        "paradyse/graph/finite.py",
+        "passes/finite.py",
         '("exp", "exp2", "expm1", "sinh", "cosh")',
         '("exp2", "expm1", "sinh", "cosh")',
         (f"{CUTS}[exponentials of cut tokens]",),

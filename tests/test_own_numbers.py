@@ -52,6 +52,13 @@ class NoClassAtTheEnd(Decoder):
         return F.cross_entropy(self.logits(x).flatten(0, 1), ids[:, 1:].flatten())
 
 
+class NoClassByATensor(NoClassAtTheEnd):
+    def logits(self, x: Tensor) -> Tensor:
+        last = torch.arange(x.shape[1], device=x.device)[:, None] > x.shape[1] - 2
+        y = self.head(x)
+        return torch.where(last, torch.tensor(-math.inf, dtype=y.dtype), y)[:, :-1]
+
+
 class LikelihoodsWithoutTheEnd(NoClassAtTheEnd):
     def loss(self, x: Tensor, ids: Tensor) -> Tensor:
         return self.logits(x).logsumexp(-1).mean()
@@ -103,6 +110,7 @@ ALONE: dict[str, type[Decoder]] = {
         WeightedFromTheSecond,
         LabelsBehindTheEnd,
         NoClassAtTheEnd,
+        NoClassByATensor,
         LikelihoodsWithoutTheEnd,
         LogarithmsAtTheEnd,
         LeastAlike,

@@ -1,4 +1,4 @@
-"""A rank fails while plans are made: all hear of it within seconds, and go on in step."""
+"""A rank fails while plans are made: all hear of it, and go on in step."""
 
 from __future__ import annotations
 

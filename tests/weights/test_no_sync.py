@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 import paradyse
-from paradyse.distributed.axis import SINGLE
-from paradyse.distributed.lanes import Overlap
 from paradyse.runtime.registry import captures_of
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import PartialGradient
@@ -437,7 +435,6 @@ def test_nothing_is_left_of_an_accumulation(pool2: RankPool) -> None:
 
 def test_messages_of_a_backward_that_failed_are_not_waited_for_by_the_next() -> None:
     sync, waits, fails = GradientSync(), list[str](), [True]
-    SINGLE.session.of(Overlap).on = True
 
     class Message:
         def __init__(self, name: str) -> None:

@@ -7,7 +7,6 @@ infinity is no number.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
@@ -15,6 +14,7 @@ from torch import fx
 from paradyse.graph.factors import RULES
 from paradyse.graph.rules import elementwise
 from paradyse.graph.subgraph import is_tensor
+from paradyse.passes.score_terms import number_of
 
 aten = torch.ops.aten
 
@@ -80,10 +80,11 @@ def rows_are_finite(node: fx.Node, num_rows: int) -> bool:
 
 
 def _gives_infinity(node: fx.Node, num_rows: int) -> bool:
-    """Whether ``node`` has an infinite number for an argument; not if it is to stand in the same
-    places of all rows, as where classes are masked that are none."""
-    given: list[Any] = [*node.args, *node.kwargs.values()]
-    if all(not isinstance(a, float) or math.isfinite(a) for a in given):
+    """Whether ``node`` has an infinite number, also as a tensor, for an argument; not if it is to
+    stand in the same places of all rows, as where classes are masked that are none."""
+    given = (*node.args, *node.kwargs.values())
+    numbers = [n for a in given if (n := number_of(a)) is not None]
+    if all(map(math.isfinite, numbers)):
         return False
     masks = [a for a in node.all_input_nodes if a.meta["val"].dtype == torch.bool]
     shapes = [a.meta["val"].shape for a in masks]

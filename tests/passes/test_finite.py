@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradyse.graph.finite import rows_are_finite, steep_inputs
+from paradyse.passes.finite import rows_are_finite, steep_inputs
 from paradyse.torch_private import make_fx
 
 Of = Callable[[Tensor, Tensor], Tensor]
@@ -33,6 +33,12 @@ INFINITE: dict[str, Of] = {
         (x @ w).masked_fill(x[..., :1] > 0, -math.inf).float().flatten(0, 1) * 3
     ),
     "chosen": lambda x, w: torch.where(x[..., :1] > 0, x @ w, -math.inf),
+    "chosen by a tensor": lambda x, w: torch.where(
+        x[..., :1] > 0, x @ w, torch.full([], -math.inf, dtype=x.dtype)
+    ),
+    "masked by a tensor": lambda x, w: (x @ w).masked_fill(
+        x[..., :1] > 0, torch.scalar_tensor(-math.inf)
+    ),
     "filled": lambda x, w: (x @ w) + torch.full((2, 6, 5), math.inf),
 }
 
