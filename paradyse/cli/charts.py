@@ -78,7 +78,6 @@ class Bands:
     shares: tuple[Mapping[str, float], ...]
     of_one_whole: bool = True
     """Shares add up to one, or to nothing."""
-    note: str = ""
 
     def names(self) -> list[str]:
         """What has a share, as ``COLOURS`` are listed."""

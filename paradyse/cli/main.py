@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from paradyse.cli import launch
-from paradyse.cli.corpus import MIN_TOKENS
+from paradyse.cli.corpus import CAP, MIN_TOKENS, STEPS
 from paradyse.cli.links import parse_rate
 
 INNER = ("inductor", "aot_eager", "eager")
@@ -207,10 +207,15 @@ def _add_seed(parser: argparse._ActionsContainer) -> None:
     _flag(parser, "--seed", "of random numbers", 0, _whole(-SEEDS, SEEDS - 1), "N")
 
 
-def _add_trace(parser: argparse._ActionsContainer, steps: int, what: str) -> None:
-    _count(parser, "--steps", what, steps)
-    text = "longest sequence, in tokens"
-    _flag(parser, "--cap", text, 4096, _whole(MIN_TOKENS, MOST_TOKENS, "token"), "N")
+def _add_trace(
+    parser: argparse._ActionsContainer, steps: int, what: str, may_be_given: bool = False
+) -> None:
+    """Adds what lengths are drawn by. Where they may be given instead, None tells that a flag was
+    not."""
+    text = f"{what} (default: {steps})"
+    _count(parser, "--steps", text, None if may_be_given else steps)
+    text, cap = f"longest sequence, in tokens (default: {CAP})", None if may_be_given else CAP
+    _flag(parser, "--cap", text, cap, _whole(MIN_TOKENS, MOST_TOKENS, "token"), "N")
     _add_seed(parser)
 
 
@@ -329,7 +334,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     _flag(source, "--text", "text files", metavar="FOLDER")
     text = "tokenizer.json for text (default: bytes are tokens)"
     _flag(group, "--tokenizer", text, metavar="FILE")
-    _add_trace(group, 12, "lengths to draw")
+    _add_trace(group, STEPS, "lengths to draw", may_be_given=True)
     _add_strategies(parser, "what to compare auto with", usual="all but dsp")
     _count(parser, "--rounds", "runs of each length under each choice", 5)
     _flag(parser, "--csv", "write every run here", metavar="FILE")

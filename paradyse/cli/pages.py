@@ -23,11 +23,11 @@ def write_page(path: Path, page: Page, tables: Sequence[Table]) -> None:
     draws charts their tables alone, and a line that says so."""
     figures = []
     if drawing.can_draw():
-        of: list[tuple[Chart | Bands, Key]] = [(c, []) for c in page.drawn_charts()]
-        of += [(b, _key(b)) for b in page.drawn_bands()]
+        of: list[tuple[str, str, Key]] = [(c.title, c.note, []) for c in page.drawn_charts()]
+        of += [(b.title, "", _key(b)) for b in page.drawn_bands()]
         figures = [
-            {"title": x.title, "note": x.note, "key": key, "light": s, "dark": drawing.on_dark(s)}
-            for (x, key), s in zip(of, drawing.for_page(page), strict=True)
+            {"title": title, "note": note, "key": key, "light": s, "dark": drawing.on_dark(s)}
+            for (title, note, key), s in zip(of, drawing.for_page(page), strict=True)
         ]
     template = Environment(autoescape=True).from_string(TEMPLATE.read_text())
     text = template.render(

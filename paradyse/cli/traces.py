@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paradyse.cli.corpus import MIN_TOKENS, draw_files, draw_lengths
+from paradyse.cli.corpus import CAP, MIN_TOKENS, STEPS, draw_files, draw_lengths
 from paradyse.cli.models import token_counter
 
 
@@ -93,17 +93,25 @@ def trace_of(args: argparse.Namespace) -> tuple[list[int], str]:
     """The lengths that ``args`` ask for, in tokens, and where they are from, in words.
 
     Raises:
-        ValueError: a file or folder that is not there or has no lengths; an unknown distribution.
+        ValueError: a file or folder that is not there or has no lengths; an unknown distribution;
+            flags that have no effect on lengths that are given.
     """
     if args.tokenizer and (args.lengths or args.distribution):
         raise ValueError("--tokenizer counts the tokens of text: give it with --text, or alone")
     if args.lengths:
+        for flag, value in (("--steps", args.steps), ("--cap", args.cap)):
+            if value is not None:
+                raise ValueError(
+                    f"{flag} {value} is of lengths that are drawn, and --lengths gives them: leave "
+                    "out one of the two"
+                )
         return args.lengths, "as given"
+    steps, cap = args.steps or STEPS, args.cap or CAP
     if args.distribution:
         name = find_distribution(args.distribution)
-        lengths = sample_lengths(name, args.steps, args.cap, args.seed)
-        return lengths, f"drawn from {name}, its longest as {args.cap}, seed {args.seed}"
-    drawn = (args.steps, args.cap, args.seed, args.text)
+        lengths = sample_lengths(name, steps, cap, args.seed)
+        return lengths, f"drawn from {name}, its longest as {cap}, seed {args.seed}"
+    drawn = (steps, cap, args.seed, args.text)
     if args.tokenizer:
         lengths, unit = draw_lengths(token_counter(args.tokenizer), *drawn), args.tokenizer
     else:

@@ -80,6 +80,8 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("demo --link fast", ("'fast' is no rate", "from 100kbit to 1000gbit")),
     ("demo --link 800mbit --like a100-ib", "not allowed with argument --link"),
     ("bench --lengths 64 --like b200", ("unknown device and link 'b200'", "a100-nvlink")),
+    ("bench --lengths 64 --cap 900", ("--cap 900 is of lengths that are drawn", "leave out one")),
+    ("bench --lengths 64 --steps 3", ("--steps 3 is of lengths that are drawn", "leave out one")),
     ("demo --timeout 0", "0 is too small; give at least 1 second"),
     ("demo --timeout 99999999999", "99999999999 is too large; give at most 10000000 seconds"),
     ("demo --layers 0", "0 is too small"),
