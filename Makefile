@@ -8,6 +8,7 @@
 # make compatibility  the table of families: exact, split, or whole (goes on where it ended)
 # make docs   the site of the documents, in build/site; warnings are errors
 # make pytest some of the tests, in one process (ARGS="-k masks" goes to pytest)
+# make lint, make types, make format  what ruff says; what mypy says; ruff's own mends
 # make setup  the virtual environment with the package installed in it, editable
 # PYTHON      the interpreter that makes the environment (3.11 or later); VENV where it lies
 # WORKERS     how many processes share the tests (2)

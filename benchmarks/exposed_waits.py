@@ -1,7 +1,7 @@
 """What ranks wait for under each strategy, and how much of it is hidden behind blocks.
 
     python benchmarks/exposed_waits.py --like a100-nvlink     # ten minutes
-    python benchmarks/exposed_waits.py --like a100-nvlink --hidden 1024 --layers 2 --lengths 2048 \
+    python benchmarks/exposed_waits.py --like a100-nvlink --hidden 1024 --layers 2 --lengths 2048 \\
         --plans megatron_ts     # as wide as takes four times as much arithmetic for each byte
 
 Llama of 4 layers, hidden 256, weights sharded over two ranks, and whole on both. Every plan runs

@@ -1,6 +1,6 @@
 """The longest sequence that trains under a memory limit, by the levers that plans may use.
 
-    python benchmarks/longest.py            # twenty minutes on two cores
+    python benchmarks/longest.py            # half an hour on two cores
 
 A Llama with a vocabulary of 32,768, in one process and on two ranks, weights sharded. The limit is
 what --length tokens need without levers. A profile of up to --longest tokens is made first, without

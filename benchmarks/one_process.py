@@ -1,6 +1,6 @@
 """One process: backend="paradyse" against torch.compile(inductor), seconds a training step.
 
-    python benchmarks/one_process.py     # half an hour: a long step takes inductor half a minute
+    python benchmarks/one_process.py     # 40 minutes: a long step takes inductor half a minute
     python benchmarks/one_process.py --only window documents padding short   # a part of it
 
 All cases are HuggingFace models in training with use_cache=False, float32, all cores:
@@ -15,8 +15,8 @@ All cases are HuggingFace models in training with use_cache=False, float32, all 
 - by hand: as long, but inductor has a model whose attention is told that it is causal and gets no
   mask, by an attention function of its own. ParaDySe has the model as it comes.
 
-Of the last three attention is timed by itself too, against the share of plain causal attention's
-time that its visible pairs have.
+Of a window, documents and padding attention is timed by itself too, against the share of plain
+causal attention's time that its visible pairs have.
 
 Both contenders live in one process. Peak memory is the resident peak (VmHWM, so Linux only) of a
 process of its own for each contender after one step, libraries included.

@@ -116,35 +116,41 @@ def make_mesh(replicas: int = 1) -> Any:
 
 
 def options_of(doc: str | None, out: str) -> argparse.ArgumentParser:
-    """The options of an example with the docstring ``doc`` that all have.
+    """The options of an example with the docstring ``doc``.
 
     Args:
         doc: shown by --help.
         out: default folder for what it writes.
     """
+    parser = _shared_options(doc, out)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of one group of ranks")
+    parser.add_argument("--replicas", type=int, default=1, help="groups of ranks")
+    parser.add_argument("--plan", default="auto", help="auto, or one strategy for all lengths")
+    return parser
+
+
+def _shared_options(doc: str | None, out: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(out), help="folder")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of one group of ranks")
     parser.add_argument("--longest", type=int, default=512, help="bytes of a file that are used")
-    parser.add_argument("--replicas", type=int, default=1, help="groups of ranks")
     parser.add_argument("--whole", action="store_true", help="every rank holds all weights")
     parser.add_argument("--inner", default="inductor", help="compiler of the pieces")
-    parser.add_argument("--plan", default="auto", help="auto, or one strategy for all lengths")
     return parser
 
 
 def mixed_options_of(doc: str | None, out: str) -> argparse.ArgumentParser:
-    """``options_of`` of an example with batches of mixed lengths."""
-    parser = options_of(doc, out)
+    """As ``options_of``, of an example with batches of mixed lengths, which are dealt to groups of
+    ranks by plans of their own."""
+    parser = _shared_options(doc, out)
     text = Path(sysconfig.get_path("stdlib"))
     parser.add_argument("--text", type=Path, default=text, help="folder of sources and texts")
     parser.add_argument("--tokens", type=int, default=8192, help="of a batch, at most")
     parser.add_argument("--ways", help="file of ways; default: they are measured")
     parser.add_argument("--repeats", type=int, default=2, help="of each measurement")
-    parser.set_defaults(longest=2048)
+    parser.set_defaults(longest=2048, batch=1)  # of Trainer, which deals no batches here
     return parser
 
 

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 examples/fine_tune.py                   # sequences over two ranks
     torchrun --nproc-per-node 2 examples/fine_tune.py --resume --steps 16   # goes on
 
-A folder of yours, or a name of the hub, goes to --model; without one a small Llama with random
-weights is saved to OUT/base first. OUT/final is a folder that plain transformers loads. Rank 0
+Tokens are bytes: a model of yours that reads bytes goes to --model, a folder or a name of the hub
+(for any other, tokenize in ``Documents`` first); without one a small Llama with random weights is
+saved to OUT/base first. OUT/final is a folder that plain transformers loads. Rank 0
 writes the losses to OUT/losses.json; one process and two ranks give the same ones.
 """
 

@@ -26,6 +26,8 @@ from paradyse.kernels.flash_tiles import FAR, ROW_INTS
 _FAR = tl.constexpr(FAR)
 _ROW_INTS = tl.constexpr(ROW_INTS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_HIDES = tl.constexpr(-1e30)
+"""Finite, and less than any score: keys that all have it are seen alike."""
 
 NO_BIAS, BOOL_BIAS, FLOAT_BIAS = 0, 1, 2
 
@@ -190,7 +192,10 @@ def mask_scores(
         if C.BIAS == 1:
             seen = seen & (tl.load(where, mask=seen, other=0) != 0)
         else:
-            scores += tl.load(where, mask=seen, other=0).to(tl.float32) * (_LOG2_E / pairs.post)
+            bias = tl.load(where, mask=seen, other=0).to(tl.float32)
+            # The least finite numbers hide a key as well, and are to stay finite when scaled.
+            bias = tl.where(bias > -float("inf"), tl.maximum(bias, _HIDES), bias)
+            scores += bias * (_LOG2_E / pairs.post)
     return scores, seen
 
 

@@ -26,8 +26,9 @@ def with_sinks(out: Tensor, lse: Tensor, spec: AttentionSpec) -> tuple[Tensor, T
     if sinks is None:
         return out, lse
     column = sinks.detach().to(lse.dtype)[:, None]
-    factor = torch.sigmoid(lse - column)[..., None]
-    both = torch.logaddexp(lse, column).masked_fill_(lse == -torch.inf, -torch.inf)
+    unseeing = lse == -torch.inf  # a sink may be as low
+    factor = torch.sigmoid(lse - column).masked_fill_(unseeing, 0)[..., None]
+    both = torch.logaddexp(lse, column).masked_fill_(unseeing, -torch.inf)
     return (out * factor).to(out.dtype), both
 
 

@@ -37,6 +37,9 @@ from paradyse.weights.shard import full_state_dict, is_sharded
 
 log = logging.getLogger(__name__)
 
+_COMPILED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models by ``compile_unless_compiled``, which may see them again."""
+
 SHARDS = "shards"
 """Folders in a checkpoint with sharded models and their optimizers are named so, or begin so."""
 
@@ -128,8 +131,7 @@ class AcceleratorMixin(OverReplicas):
     ) -> nn.Module:
         """``model``, compiled in place; ``device_placement`` and ``kwargs`` as accelerate's."""
         model = super().prepare_model(model, device_placement, **kwargs)
-        if compiled_call_of(model) is None and original_module(model) is model:
-            model.compile(backend="paradyse", options=self._backend_options)
+        compile_unless_compiled(self, model, self._backend_options)
         return model
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -260,6 +262,20 @@ class AcceleratorMixin(OverReplicas):
             yield pairs
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def compile_unless_compiled(owner: Any, model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile ``model`` in place for ``owner`` by ``options``, unless it is compiled already."""
+    if compiled_call_of(model) is None and original_module(model) is model:
+        model.compile(backend="paradyse", options=dict(options))
+        _COMPILED.add(model)
+    elif model not in _COMPILED and set(options) - {"mesh"}:
+        log.warning(
+            "%s was compiled before it was given to %s: it keeps the options that it was compiled "
+            "with, and backend_options are not used for it",
+            type(model).__name__,
+            type(owner).__name__,
+        )
 
 
 def axes_of_all(mesh: DeviceMesh | None, doing: str) -> tuple[Axis, Axis]:

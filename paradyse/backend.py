@@ -54,7 +54,7 @@ from paradyse.runtime.run_again import stops_behind
 from paradyse.runtime.weight_writes import apply_writes, may_write, take_writes
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import break_of, keep_graphs_whole, lookup_backend
-from paradyse.weights.sharded_tensor import relayout
+from paradyse.weights.moved_rows import relayout_weights
 from paradyse.weights.unshard import Shelf, gather, write_back
 
 log = logging.getLogger(__name__)
@@ -327,11 +327,12 @@ class Capture:
         if self.in_group:
             return
         held = {program.placeholders[i]: w for i, w in self.weights.shards().items()}
+        layouts = []
         for step in program.block_steps:
             for node, layout in rest_layouts(program.scope_of(step), step.block).items():
-                weight = held.pop(node, None)
-                if weight is not None:
-                    relayout(weight, layout)
+                if (weight := held.pop(node, None)) is not None:
+                    layouts.append((weight, layout))
+        relayout_weights(layouts)
 
     def _check_sizes(self, graph: PlannedProgram) -> None:
         """Trace once more at other sizes: a size that no dim explains makes the programs differ."""

@@ -28,6 +28,7 @@ from paradyse.accelerator import (
     SHARDS,
     axes_of_all,
     check_no_mesh,
+    compile_unless_compiled,
     plain_optimizer,
     remove_shards,
     share_random_states,
@@ -40,7 +41,7 @@ from paradyse.over_replicas import lies_on, over_replicas
 from paradyse.profiling.step_reports import calls_of
 from paradyse.runtime.registry import check_compiled
 from paradyse.token_scores import score_in_graph
-from paradyse.torch_private import compiled_call_of, original_module
+from paradyse.torch_private import original_module
 from paradyse.weights.shard import full_state_dict, is_sharded
 
 WHOLE_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
@@ -149,8 +150,7 @@ class TrainerMixin(_Trainer):
         reference = getattr(self, "ref_model", None)  # TRL's: what the model is compared with
         for one in (model,) if reference is None else (model, reference):
             score_in_graph(one)
-            if compiled_call_of(one) is None and original_module(one) is one:
-                one.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
+            compile_unless_compiled(self, one, {"mesh": mesh, **(backend_options or {})})
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if not lies_on(model, device):

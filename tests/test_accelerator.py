@@ -12,9 +12,9 @@ import torch
 from harness import RankPool
 from models import make_batch, make_model, whole
 from test_trainer import fresh_accelerate
-from torch import Tensor
+from torch import Tensor, nn
 
-from paradyse.accelerator import axes_of_all
+from paradyse.accelerator import axes_of_all, compile_unless_compiled
 from paradyse.over_replicas import over_replicas
 
 EXACT = 1e-5
@@ -244,6 +244,18 @@ def trained_by_another_backend() -> str:
         with pytest.raises(ValueError) as error:
             accelerator.backward(loss)
     return str(error.value)
+
+
+def test_options_for_a_compiled_model_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, options = nn.Linear(2, 2), {"mesh": None, "plan": "auto"}
+    for _ in range(2):
+        compile_unless_compiled(caplog, model, options)
+    other = nn.Linear(2, 2)
+    other.compile(backend="eager")
+    compile_unless_compiled(caplog, other, {"mesh": None})
+    assert not caplog.messages
+    compile_unless_compiled(caplog, other, options)
+    assert "Linear was compiled before it was given to LogCaptureFixture" in caplog.messages[0]
 
 
 def test_a_model_of_another_backend_is_refused(pool2: RankPool) -> None:

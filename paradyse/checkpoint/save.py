@@ -7,7 +7,7 @@ entries are "model" and "optimizer", and "run" and "containers" besides.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -211,7 +211,7 @@ def _entries(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str,
         names = [n for group in _group_names(optimizer, check_module(model)) for n in group]
         state = optimizer.state_dict()
         entries["optimizer"] = {
-            "state": {names[i]: values for i, values in state["state"].items()},
+            "state": {_named(i, names): values for i, values in state["state"].items()},
             "param_groups": [
                 {**group, "params": [names[i] for i in group["params"]]}
                 for group in state["param_groups"]
@@ -219,6 +219,12 @@ def _entries(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str,
         }
         containers["optimizer"] = outline_of(entries["optimizer"], "optimizer")
     return entries | {"containers": containers}
+
+
+def _named(key: Any, names: Sequence[str]) -> Any:
+    """The name of the parameter that an optimizer's state has as number ``key``; what it has of its
+    own, beside parameters, is as it is."""
+    return names[key] if isinstance(key, int) else key
 
 
 def _containers_by_name(metadata: Any) -> Any:
@@ -360,8 +366,8 @@ def _blank_state(metadata: Any, model: nn.Module) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if key.startswith("optimizer.state."):
-            like = parameters[metadata.planner_data[key][2]]
-            if getattr(entry, "size", None) == like.shape and like.ndim:
+            like = parameters.get(metadata.planner_data[key][2])
+            if like is not None and getattr(entry, "size", None) == like.shape and like.ndim:
                 out[key] = torch.empty_like(like.detach(), dtype=entry.properties.dtype)
             else:
                 out[key] = _blank(entry)
@@ -388,5 +394,5 @@ def _give_state(
     names = [n for group in _group_names(optimizer, model) for n in group]
     index = {name: i for i, name in enumerate(names)}
     numbered = [{**g, "params": [index[n] for n in g["params"]]} for g in groups]
-    by_index = {index[name]: values for name, values in state.items()}
+    by_index = {index.get(name, name): values for name, values in state.items()}
     optimizer.load_state_dict({"state": by_index, "param_groups": numbered})

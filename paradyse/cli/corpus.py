@@ -16,11 +16,11 @@ from pathlib import Path
 VOCABULARY = 256
 """Tokens are bytes."""
 MIN_TOKENS = 16
+"""Shorter files say nothing; also the smallest cap."""
 CAP = 4096
 """Tokens of the longest sequence, where nothing else is said."""
 STEPS = 12
 """How many lengths are drawn, where nothing else is said."""
-"""Shorter files say nothing; also the smallest cap."""
 SUFFIXES = (".py", ".txt", ".md", ".rst")
 SKIPPED = ("site-packages", "dist-packages", "__pycache__")
 """Folders inside the standard library's that are not of it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import faulthandler
 import multiprocessing.connection
 import os
@@ -38,8 +37,6 @@ RANKS_PER_CORE = 4
 """CPU ranks beyond this many a core only wait for each other."""
 GRACE_S = 3.0
 """How long the other ranks may take to finish after one has failed."""
-GROUP_TIMEOUT_S = 300.0
-"""Of a collective: longer than ranks differ in compile time, which is what they wait for."""
 LOG_TAIL = 4_000
 """Characters of a rank's own output that a failure quotes."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -213,6 +210,9 @@ def choose_links(args: argparse.Namespace, device: str) -> tuple[float | None, s
     from paradyse.offline.devices import flops_per_byte
 
     if args.ranks == 1:
+        for flag in ("link", "like"):
+            if getattr(args, flag):
+                raise ValueError(f"--{flag} is of links between ranks: give --ranks 2 or more")
         return None, "no links"
     why = links.why_not() if device == "cpu" else "these are GPUs"
     like = args.like or ("" if args.link or why else args.usual)
@@ -421,6 +421,8 @@ def _join(rank: int, size: int, device: str, store: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from paradyse.distributed import collectives
+
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -430,7 +432,7 @@ def _join(rank: int, size: int, device: str, store: str) -> None:
             init_method=f"file://{store}",
             rank=rank,
             world_size=size,
-            timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+            timeout=collectives.timeout(),
             device_id=torch.device("cuda", rank) if device == "cuda" else None,
         )
 

@@ -99,6 +99,11 @@ def _levers(text: str) -> tuple[str, ...]:
     return found
 
 
+def _lever_sets(text: str) -> tuple[str, ...]:
+    """Levers apart by commas, those of one measurement joined by "+"."""
+    return tuple("+".join(_levers(x.replace("+", ","))) for x in text.split(",") if text != "none")
+
+
 def _flag(
     group: argparse._ActionsContainer,
     name: str,
@@ -266,6 +271,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _add_memory_limit(parser, "what a rank may need, such as 80GiB")
     text = "levers against memory that auto may use, or none (default: all)"
     _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
+    text = "at rest 1/N on each of N (the default of several, or with --offload), or whole"
+    _flag(parser, "--weights", text, choices=("sharded", "replicated"))
     _add_json(parser)
     _add_running(parser, on_paper=True)
     text = "All plans split tokens along the sequence. A run may also split a batch by\n"
@@ -277,8 +284,6 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _count(group, "--gpus", text)
     text = "blocks compute in it under torch.autocast, and weights are float32"
     _flag(group, "--autocast", text, choices=("bfloat16", "float16"))
-    text = "at rest 1/N on each device (the default of several, or with --offload), or whole"
-    _flag(group, "--weights", text, choices=("sharded", "replicated"))
     text = "weights at rest, gradients and optimizer states on the host (default: the device)"
     _flag(group, "--offload", text, choices=("optimizer",))
     text = "plan batches of mixed lengths, in groups of different degree: a file of lengths, or a "
@@ -299,8 +304,9 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     text = "sequence lengths to measure"
     _flag(parser, "--lengths", text, "128:2048:5", _lengths, LENGTHS)
     _add_strategies(parser, "what to measure")
-    text = "levers measured too, each with every strategy (default: none, predicted from shapes)"
-    _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
+    text = "levers measured too, each with every strategy, or several at once: NAME+NAME "
+    text += "(default: none, predicted from shapes)"
+    _flag(parser, "--levers", text, type=_lever_sets, metavar="NAME,NAME,...")
     _add_memory_limit(parser, "a strategy that needs more on a rank is measured no further")
     text = "time to measure in: what decides first, and no more than decides (default: measure all)"
     _count(parser, "--seconds", text)
@@ -322,13 +328,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "the trace of lengths; without a source, of the standard library's files"
     )
     source = group.add_mutually_exclusive_group()
-    _flag(
-        source,
-        "--lengths",
-        "the lengths themselves, in their order",
-        type=_lengths,
-        metavar=LENGTHS,
-    )
+    text = "the lengths themselves, in their order"
+    _flag(source, "--lengths", text, type=_lengths, metavar=LENGTHS)
     text = "GitHubCode or GRCh38, --cap being their longest"
     _flag(source, "--distribution", text, metavar="NAME")
     _flag(source, "--text", "text files", metavar="FOLDER")

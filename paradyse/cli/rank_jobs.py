@@ -190,15 +190,19 @@ def plan(
     make: Callable[[], torch.nn.Module],
     batch: int,
     lengths: Sequence[int],
+    sharded: bool,
     options: Mapping[str, Any],
 ) -> list[PlanReport | str]:
-    """A report for ``batch`` sequences of each of ``lengths`` tokens, or why no plan fits.
+    """A report for ``batch`` sequences of each of ``lengths`` tokens, or why no plan fits; with
+    weights ``sharded`` over the ranks or whole.
 
     One forward of few tokens makes the graph known.
     """
     import paradyse
 
     model = make().to(rank.device).train()
+    if sharded:
+        paradyse.shard(model)
     compiled = torch.compile(model, backend="paradyse", options=dict(options))
     compiled(**_random_batch(model, batch, 16, rank.device))
 

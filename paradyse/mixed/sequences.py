@@ -33,9 +33,9 @@ def sequences_of(
     Returns:
         Of each sequence "input_ids" [S] and "labels" [S], in the batch's order.
     Raises:
-        ValueError: the batch has another argument, or a sample another array, or as many values as
-            tokens; shapes do not match, padding is inside a sequence or is a target, positions do
-            not count from 0, or bounds make no sense.
+        ValueError: the batch has no ids, or another argument, or a sample another array, or as many
+            values as tokens; shapes do not match, padding is inside a sequence or is a target,
+            positions do not count from 0, or bounds make no sense.
 
     Example:
 
@@ -49,9 +49,12 @@ def sequences_of(
     unknown = sorted({*batch} - {*_BY_TOKEN, *_BOUNDS, *_NEEDLESS})
     if unknown:
         raise ValueError(f"a batch with {', '.join(unknown)}: {_KNOWN}")
-    ids = torch.as_tensor(batch["input_ids"])
+    ids = _ids_of(batch, "a batch")
     if ids.ndim != 2:
-        raise ValueError(f"input_ids {list(ids.shape)}: give [batch, tokens]")
+        raise ValueError(
+            f"input_ids {list(ids.shape)}: give [batch, tokens]; or, where these are the samples "
+            "of a dataset, give MixedBatches tokens_per_step"
+        )
     there = {name: batch[name] for name in _BY_TOKEN if batch.get(name) is not None}
     rows = {name: _like(ids, name, x) for name, x in there.items()}
     bounds = next((batch[name] for name in _BOUNDS if name in batch), None)
@@ -86,7 +89,7 @@ def checked(given: Mapping[str, Any], number: int) -> dict[str, Tensor]:
 
 def _of_sample(given: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
     """The sequences of a sample: one, unless positions start again, or all is padding."""
-    ids = torch.as_tensor(given["input_ids"])
+    ids = _ids_of(given, where)
     there = [name for name in _BY_TOKEN if given.get(name) is not None]
     row = {name: torch.as_tensor(given[name]) for name in there}
     if ids.ndim != 1 or not len(ids) or any(x.shape != ids.shape for x in row.values()):
@@ -100,6 +103,15 @@ def _of_sample(given: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
         raise ValueError(f"{where} has {', '.join(unknown)}: {_KNOWN}")
     row = _without_padding(row, where)
     return _cut(row, _starts(row, where))
+
+
+def _ids_of(given: Mapping[str, Any], where: str) -> Tensor:
+    if "input_ids" not in given:
+        raise ValueError(
+            f"{where} has no input_ids, but {', '.join(map(str, given)) or 'nothing'}: tokenize "
+            "it first"
+        )
+    return torch.as_tensor(given["input_ids"])
 
 
 def _is_for_model(value: Any, ids: Tensor) -> bool:

@@ -11,7 +11,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -239,10 +239,15 @@ def _fill(kind: Any, base: Mapping[str, Any], changed: Mapping[str, Any], file: 
                 raise ValueError(f"{file}: name = {value!r}; give a text")
         else:
             _rate(key, value, file)
-    try:
-        return kind(**{**base, **changed})
-    except TypeError as e:
-        raise ValueError(f"{file}: {e}") from e
+    given = {**base, **changed}
+    needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+    lacking = [name for name in needed if name not in given]
+    if lacking:
+        raise ValueError(
+            f"{file}: {given.get('name', 'a device')} lacks {', '.join(lacking)}: give them, or a "
+            'device to begin with, such as base = "a100-80gb"'
+        )
+    return kind(**given)
 
 
 def _dtype(name: str, file: str) -> torch.dtype:

@@ -106,7 +106,7 @@ def profile(
     options: Mapping[str, Any] | None = None,
     make_batch: MakeBatch | None = None,
     overwrite: bool = False,
-    levers: Sequence[str] = (),
+    levers: str | Sequence[str] = (),
     seconds: int | None = None,
 ) -> Profile:
     """Measure the blocks and the head of ``model`` under every strategy at every length.
@@ -134,7 +134,8 @@ def profile(
             None: random ``input_ids``, with themselves as ``labels``. Of several sequences, such as
             an encoder's and a decoder's, all are to have ``seq_len`` tokens.
         overwrite: begin the file anew, once the model is known to have blocks to measure.
-        levers: measured besides, each with every strategy; several at once are joined by "+".
+        levers: measured besides, each with every strategy: one, or some; several at once are joined
+            by "+".
         seconds: of measuring, once the model is captured: what decides comes first, and no more
             than decides (``contest``). None: every strategy at every length.
     Returns:
@@ -150,6 +151,7 @@ def profile(
     """
     module = check_module(model)
     _check(module, lengths, batch, repeats, seconds, options)
+    levers = (levers,) if isinstance(levers, str) else levers
     sets = [check_levers(text.split("+"), "levers") for text in levers]
     asked = parse_options({"strategies": strategies, "memory_limit": memory_limit})
     limit = asked.memory_limit
@@ -224,7 +226,10 @@ def _check(
     parse_options(options, OPTIONAL)
     taken = sorted({"plan", "strategies", "memory_limit"} & set(options or ()))
     if taken:
-        raise ValueError(f"options {taken}: each strategy is measured as the plan; leave them out")
+        raise ValueError(
+            f"options {taken}: each strategy is measured as the plan; leave them out, and say what "
+            "to measure by the arguments strategies= and memory_limit="
+        )
 
 
 class _Schedule:

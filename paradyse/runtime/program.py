@@ -208,7 +208,7 @@ class Program:
         """What computes ``node`` if it is read.
 
         Args:
-            piece: gives it, ``Step.late`` or ``Schedule.tails``.
+            piece: gives it, ``BlockStep.late`` or ``Schedule.tails``.
             step: whose inputs it is computed from; None: from whole values.
         """
         if node not in self._late:

@@ -163,7 +163,9 @@ def split_log_softmax(
 ) -> Tensor:
     """``log_softmax`` over all columns, [.., S, columns] in ``dtype``; ``dim`` is the last."""
     x = x.to(dtype or x.dtype)
-    return x - columns.to_all(split_logsumexp(columns, x, dim, keepdim=True))
+    wide = x.to(sum_dtype(x))
+    total = split_logsumexp(columns, wide, dim, keepdim=True)
+    return (wide - columns.to_all(total)).to(x.dtype)
 
 
 def split_gather(columns: Columns, x: Tensor, dim: int, index: Tensor, **options: Any) -> Tensor:

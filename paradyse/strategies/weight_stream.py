@@ -243,7 +243,10 @@ class GroupTensors:
             elif form is not None:
                 if total is None:
                     like = self.tensors[i]
-                    total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+                    dtype = sum_dtype(like) if form.overlap else like.dtype
+                    total = torch.zeros_like(
+                        like, dtype=dtype, memory_format=torch.contiguous_format
+                    )
                     self._totals[i] = total
                 form.add(total, group, grad)
             elif total is None:

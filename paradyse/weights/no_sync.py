@@ -130,7 +130,7 @@ def gradients_are(axis: Axis, weights: Iterable[Tensor]) -> str:
     inside, waiting = any(w in _INSIDE for w in weights), kept.waiting()
     if not inside and not waiting:  # which may be of no calls, where they were zeroed in place
         return AT_ONCE
-    num = sum(w.grad.num_parts for w in waiting)
+    num = sum(w.grad.num_parts > 0 for w in waiting)  # which parts, goes by the plans of replicas
     return f"{'kept back' if inside else 'sent'} with {num} of earlier calls"
 
 
@@ -246,10 +246,8 @@ class GradientSync:
         """Send what is kept back of weights that are outside ``no_sync``, of other calls too."""
         kept = self.axis.session.of(_Kept)
         ready = [w for w in kept.waiting() if w not in _INSIDE]
-        kinds = [
-            (kept.replicas[w], type(w), w.dtype, reduce_dtype_of(w), w.grad.own is None)
-            for w in ready
-        ]
+        # Alike on all replicas, each of which has planned for lengths of its own.
+        kinds = [(kept.replicas[w], type(w), w.dtype, reduce_dtype_of(w)) for w in ready]
         sizes = [w.numel() * kept_dtype(w).itemsize for w in ready]
         for index in in_buckets(sizes, kinds):
             self._send_bucket([ready[i] for i in index], kinds[index[0]][0])
@@ -272,10 +270,15 @@ class GradientSync:
     def _summed(
         self, weights: Sequence[Any], parts: Sequence[PartialGradient]
     ) -> Sequence[Tensor | None]:
-        """What this rank is to hold of the sums of what ranks computed apart."""
-        own = [part.own for part in parts if part.own is not None]
-        if not own:
-            return [None] * len(parts)
+        """What this rank is to hold of the sums of what ranks computed apart; None where they did
+        not."""
+        pairs = zip(weights, parts, strict=True)
+        own = {w: part.own for w, part in pairs if part.own is not None}
+        summed = dict(zip(own, self._sums([*own], [*own.values()]), strict=True)) if own else {}
+        return [summed.get(w) for w in weights]
+
+    def _sums(self, weights: Sequence[Any], own: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As ``_summed``, of what this rank computed of each: ``own``."""
         if isinstance(weights[0], ShardedTensor):
             return scatter_gradients(own, weights, self.block_id)
         flat = flatten(own).to(weights[0].dtype)

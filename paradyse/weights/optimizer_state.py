@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,15 +21,19 @@ def state_bytes(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> int:
     ``weights`` that it trains. One that had no gradient yet counts as the others."""
     trained = {id(w) for group in optimizer.param_groups for w in group["params"]}
     mine = [w for w in weights if w.requires_grad and id(w) in trained]
-    known = {w: optimizer.state[w] for w in mine if optimizer.state.get(w)}
+    states = ((w, optimizer.state.get(w)) for w in mine)
+    known = {w: _tensors(x) for w, x in states if isinstance(x, Tensor) or x}
     held = sum(
-        rows_here(x).nbytes
-        for w, state in known.items()
-        for x in state.values()
-        if isinstance(x, Tensor) and x.device == w.device
+        rows_here(x).nbytes for w, state in known.items() for x in state if x.device == w.device
     )
     total, seen = (sum(rows_here(w).nbytes for w in of) for of in (mine, known))
     return held * total // seen if seen else 0
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    """Those of what an optimizer holds of a weight: a dict, in PyTorch's own, or one tensor."""
+    values = state.values() if isinstance(state, Mapping) else [state]
+    return [x for x in values if isinstance(x, Tensor)]
 
 
 class OptimizersSeen:

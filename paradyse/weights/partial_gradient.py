@@ -128,6 +128,14 @@ def _empty(a: PartialGradient, *args: Any, **options: Any) -> PartialGradient:
     return PartialGradient(a)
 
 
+def _isnan(a: PartialGradient) -> Tensor:
+    """Whether any element of the rank's part is no number, [1]: what autograd asks of each gradient
+    under ``detect_anomaly``, and all that may be asked."""
+    parts = (getattr(x, "local", x) for x in (a.own, a.rest) if x is not None)  # shards' rows
+    found = [x.isnan().any() for x in parts]
+    return torch.stack(found or [torch.tensor(False, device=a.device)]).any()[None]
+
+
 def _zero(a: PartialGradient) -> PartialGradient:
     return _copy(a, PartialGradient(a))
 
@@ -145,6 +153,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy,
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add_into,
+    aten.isnan.default: _isnan,
     aten.zero_.default: _zero,
     aten._foreach_zero_.default: _zero_each,
 }

@@ -270,9 +270,11 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.any.default: _any,
     aten.any.dim: _any,
     aten.any.dims: _any,
+    aten._is_any_true.default: _any,  # of each gradient under detect_anomaly
     aten.all.default: _all,
     aten.all.dim: _all,
     aten.all.dims: _all,
+    aten._is_all_true.default: _all,
     aten.count_nonzero.default: _count_nonzero,
     aten.count_nonzero.dim_IntList: _count_nonzero,
     aten.linalg_vector_norm.default: _norm,

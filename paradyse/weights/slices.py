@@ -38,6 +38,13 @@ class Rows:
         """``runs`` without the rows of zeros."""
         return tuple(stretches(tuple(r for r in rows if r >= 0)) for rows in self.groups)
 
+    @cached_property
+    def overlap(self) -> bool:
+        """Whether several groups compute with one row, such as that of a key head that they
+        share."""
+        rows = [row for group in self.groups for row in group if row >= 0]
+        return len({*rows}) < len(rows)
+
     def take(self, weight: Tensor, group: int) -> Tensor:
         """W_g of ``group`` from ``weight`` W, differentiably; a view where it is one stretch."""
         if len(self.runs[group]) > MANY_RUNS:

@@ -67,9 +67,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Counts(torch.optim.Optimizer):
-    """Keeps something of each dim under its number, as Shampoo does."""
+    """Keeps something of each dim under its number, as Shampoo does, and some beside weights."""
 
     def step(self, closure: Any = None) -> None:
+        self.state["of all"] = {"steps": 1, "largest": torch.tensor([5.0])}  # type: ignore[index]
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             for dim in range(p.ndim):
@@ -106,6 +107,10 @@ def load(folder: str, compiled: bool) -> list[str]:
         want = {0: torch.ones(5), 1: torch.full((3,), 2.0)}
         want["parts"] = {0: torch.ones(5, 3), "1": {2: 3.5, "none": {}}}
         wrong += [] if same(want, found) else ["the optimizer's state"]
+    beside = optimizer.state["of all"]  # type: ignore[index]
+    wrong += (
+        [] if same({"steps": 1, "largest": torch.tensor([5.0])}, beside) else ["beside weights"]
+    )
     kept = optimizer.param_groups[0]["decay"]
     return wrong + ([] if same({1: 0.5, None: []}, kept) else ["the optimizer's group"])
 

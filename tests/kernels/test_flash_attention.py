@@ -133,6 +133,21 @@ def test_every_mask(name: str) -> None:
     check(AttentionSpec(s, 0.3, **mask(name, s)), whole, whole)
 
 
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_the_least_number_hides_see_all_keys_alike(dtype: torch.dtype) -> None:
+    """As a softmax has it, to which a key is hidden that others are not hidden beside."""
+    s, runs, low = 20, ((0, 20),), torch.finfo(dtype).min
+    q, k, v, _ = make((1, 1, 1, 16, 16), s, s, dtype)
+    bias = torch.full((1, 1, s, s), low, dtype=dtype, device=DEVICE).triu(1)
+    bias[:, :, :3] = low
+    out, lse = forward(q, k, v, runs, runs, AttentionSpec(s, 0.25, bias=bias))
+    assert lse.isfinite().all()
+    scores = (q @ k.mT).double() * 0.25 + bias.double()
+    assert relative(out, scores.softmax(-1) @ v.double()) < TOLERANCE[dtype]
+    assert relative(out[:, :, :3], v.mean(2, True).expand(-1, -1, 3, -1)) < TOLERANCE[dtype]
+
+
 FAR = 2**26
 """Elements between rows, of which 40 reach beyond what 31 bits count; their memory is not touched,
 and so not there, but for the rows."""

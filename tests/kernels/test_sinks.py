@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from reference import dense_attention
 from test_attention_kernel import data, make
+from torch import Tensor
 
 from paradyse.kernels.attention_mask import AttentionSpec
 
@@ -30,3 +32,22 @@ def test_sinks_are_one_more_column(name: str, dropout_p: float) -> None:
     got = torch.autograd.grad(out, (*ins, sinks), grad)
     torch.testing.assert_close(got, torch.autograd.grad(want, (*ins, sinks), grad))
     assert name or got[3].abs().min() > 1e-3
+
+
+def test_a_sink_may_be_switched_off() -> None:
+    """By minus infinity: as without one, also for rows that see no key."""
+    s = 29
+    q, k, v, grad = make(2, 4, 2, s, s, 8, 8, torch.float64)
+    ins = [x.requires_grad_() for x in (q, k, v)]
+    hidden = {"key_padding": torch.arange(s) >= torch.tensor([[4], [s]])}
+    spec = AttentionSpec(s, 0.3, right=0, **hidden)
+
+    def run(sinks: Tensor | None) -> Any:
+        masked = (spec.key_padding, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, None, None, sinks)
+        out, lse = torch.ops.paradyse.attention(*ins, *masked)
+        return out, lse, *torch.autograd.grad(out, ins, grad)
+
+    off = torch.full((4,), -torch.inf, dtype=torch.float64)
+    got, want = run(off), run(None)
+    torch.testing.assert_close(got, want)
+    assert (want[1] == -torch.inf).any() and (want[1] > -torch.inf).any()

@@ -132,6 +132,12 @@ def test_samples_that_are_refused(what: str) -> None:
         checked({"input_ids": [5, 6, 7], **more}, 4)
 
 
+def test_what_is_not_tokenized_is_refused() -> None:
+    for given in ([{"text": "hello"}], {"labels": torch.ones(1, 3, dtype=torch.int64)}):
+        with pytest.raises(ValueError, match=r"has no input_ids, but (text|labels): tokenize"):
+            paradyse.sequences_of(given)
+
+
 IDS = torch.ones(2, 4, dtype=torch.int64)
 ROW = IDS[:1]
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

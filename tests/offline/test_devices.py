@@ -119,6 +119,14 @@ def test_unknown_links_are_refused(name: str) -> None:
         flops_per_byte(name)
 
 
+def test_a_device_without_its_rates_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('devices = [{name = "mine", link_bandwidth = 1e9}]')
+    lacks = "mine lacks matmul_flops, memory_bandwidth, capacity_bytes: .* base = "
+    with pytest.raises(ValueError, match=lacks):
+        read_cluster(str(file))
+
+
 def test_unknown_names_and_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="a100-80gb"):
         read_cluster("a100")

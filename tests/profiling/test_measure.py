@@ -389,6 +389,8 @@ def test_points_with_levers_are_measured_where_they_are_asked_for(
         assert levered.saved_bytes < plain.saved_bytes and levered.saved_bytes <= 1.1 * kept
     with pytest.raises(ValueError, match="levers: unknown lever 'tile'"):
         profile(make_tiny(), tmp_path / "q", (24,), levers=["recompute+tile"])
+    with pytest.raises(ValueError, match="levers: unknown lever 'recomput'"):
+        profile(make_tiny(), tmp_path / "q", (24,), levers="recomput")
 
 
 def a_callback_that_fails(path: str) -> str:

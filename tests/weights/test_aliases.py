@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from harness import RankPool
-from models import make_batch, make_model
+from models import make_batch, make_model, whole
 
 import paradyse
 
@@ -45,6 +45,31 @@ def written() -> list[float]:
 def test_writes_through_data_reach_the_weight(pool2: RankPool) -> None:
     for off in pool2.run(written, timeout_s=100):
         assert max(off) < 1e-6
+
+
+def taken_before() -> list[str]:
+    """Weights of which not all sees a step that was taken before the first call moved some: what
+    ``state_dict()`` gave, ``.data``, a detached one; and that do not see what is written there."""
+    torch._dynamo.reset()
+    model = paradyse.shard(make_model("llama"))
+    named = dict(model.named_parameters())
+    before = {n: w.placement for n, w in named.items()}
+    views = [model.state_dict(), {n: w.data for n, w in named.items()}]
+    views.append({n: w.detach() for n, w in named.items()})
+    options = {"inner": "eager", "plan": "megatron_ts"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    compiled(**make_batch("plain", 2, 9)).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert any(w.placement != before[n] for n, w in named.items())
+    found = [n for v in views for n, w in named.items() if not torch.equal(whole(v[n]), whole(w))]
+    for name, w in named.items():
+        views[1][name].fill_(3.0)
+        found += [name] if (whole(w) != 3).any() else []
+    return found
+
+
+def test_what_was_taken_before_the_first_call_moves_along(pool2: RankPool) -> None:
+    assert pool2.run(taken_before, timeout_s=100) == [[], []]
 
 
 def averages() -> list[float]:

@@ -181,6 +181,22 @@ def over_replicas(sharded: bool) -> float:
     return errors(["megatron_cz", "megatron_ts"], sharded, {"mesh": mesh})
 
 
+def replicas_that_plan_apart(sharded: bool) -> float:
+    """Each has plans of its own, under which other parts of a weight's gradient are summed."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    cz, ts = "megatron_cz", "megatron_ts"
+    plans = [cz, cz, ts] if mesh.get_local_rank("data") else [ts, cz, cz]
+    return errors(plans, sharded, {"mesh": mesh})
+
+
+@pytest.mark.broad(but="True")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_replicas_may_plan_apart(sharded: bool, pool4: RankPool) -> None:
+    assert max(pool4.run(replicas_that_plan_apart, sharded, timeout_s=100)) < EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_replicas(sharded: bool, pool4: RankPool) -> None:

@@ -54,6 +54,21 @@ def test_a_weight_without_a_gradient_counts_as_the_others() -> None:
     assert state_bytes(optimizer, [used, unused]) == 2 * used.nbytes
 
 
+class OneEach(torch.optim.Optimizer):
+    """Whose state of a weight is a tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        for w in self.param_groups[0]["params"]:
+            self.state[w] = torch.zeros_like(w)
+
+
+def test_a_state_may_be_a_tensor() -> None:
+    weights = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    optimizer, seen = OneEach(weights, {}), OptimizersSeen(weights)
+    optimizer.step()
+    assert seen.add(optimizer) and state_bytes(optimizer, weights) == 2 * weights[0].nbytes
+
+
 def test_optimizers_of_other_models_do_not_count() -> None:
     model, other = Tiny(), Tiny()
     seen = OptimizersSeen(list(model.parameters()))

@@ -82,6 +82,19 @@ def test_values_are_not_read() -> None:
     assert "not summed over ranks" in repr(w.grad)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("part", [own_part, rest_part])
+def test_anomalies_are_found_in_them(part: Any, sharded: bool) -> None:
+    w = weight(sharded)
+    grad = torch.ones(3, 2) if part is own_part else filled(w, 1.0)
+    getattr(grad, "local", grad)[1, 1] = torch.nan
+    with torch.autograd.set_detect_anomaly(True):
+        _Given.apply(own_part(w, torch.ones(3, 2)), w).backward()
+        assert isinstance(w.grad, PartialGradient)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            _Given.apply(part(w, grad), w).backward()
+
+
 def test_a_gradient_put_there_meanwhile_is_told_of() -> None:
     w = weight(False)
     w.grad = torch.ones(3, 2)

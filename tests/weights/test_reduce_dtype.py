@@ -104,6 +104,22 @@ def test_four_ranks_add_up_in_float32(add: Any, dtype: torch.dtype, pool4: RankP
         assert torch.equal(got, want.to(dtype))
 
 
+def test_groups_that_share_rows_add_up_in_float32() -> None:
+    """As of a key head that all groups of heads read; in 16 bits some sums come out differently."""
+    groups, weight = range(8), torch.zeros(SHAPE, dtype=torch.bfloat16)
+    shared, apart = (Rows(0, rows) for rows in (((0, 1),) * 8, tuple((g,) for g in groups)))
+    assert shared.overlap and not apart.overlap
+    stream = WeightStream([weight], [*groups], 0, [None])
+    tensors = GroupTensors([weight], [shared], stream, GradientSync(), behind=lambda: None)
+    parts = [drawn(g)[:2] for g in groups]
+    for g in groups:
+        tensors.add(g, [0], [parts[g]])
+    (grad,) = tensors.gradients([None])
+    want = torch.stack([p.double() for p in parts]).sum(0).bfloat16()
+    assert torch.equal(grad[:2], want) and not grad[2:].any()
+    assert not torch.equal(want, sum(parts))
+
+
 @pytest.mark.parametrize("add", [streamed, averaged])
 def test_by_default_they_add_up_in_the_dtype_of_the_weight(add: Any, pool4: RankPool) -> None:
     """The numbers tell: rounded at every step, some come out differently."""

@@ -36,6 +36,8 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 }
 WHOLE_ONLY: dict[str, Callable[[Any], Any]] = {
     "isnan": lambda x: x.isnan().any(),
+    "any is true": lambda x: torch._is_any_true(x > 1.5),
+    "all are true": lambda x: torch._is_all_true(x < 2.5),
     "isfinite": lambda x: x.isfinite().all(),
     "count_nonzero": lambda x: torch.count_nonzero(x > 0),
     "histc": lambda x: torch.histc(x, 7),

@@ -112,6 +112,10 @@ def run_demo(args: argparse.Namespace) -> int:
         title = f"{size}; {args.ranks} ranks, weights {args.weights}; {links}"
         for line in Results(record, trained).write(Path(args.out), "demo", title):
             console.print(line)
+    else:
+        console.print(
+            f"nothing was replayed, so {args.out} has no charts: give --rounds, --ranks 2"
+        )
     ok = _check_losses(console, args, record.steps, alone)
     console.print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if ok else 1

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from paradyse.cli import launch
 from paradyse.cli import models as integrations
@@ -158,7 +159,7 @@ def run_plan(args: argparse.Namespace) -> int:
         else:
             _plan_batches_on_paper(args)
         return 0
-    for flag in ("autocast", "out", "weights", "offload", "lengths_from", "batches", "cut"):
+    for flag in ("autocast", "out", "offload", "lengths_from", "batches", "cut"):
         if getattr(args, flag) is not None:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is for a cluster on paper: give --gpus, or leave it out")
@@ -181,10 +182,12 @@ def _plan_here(args: argparse.Namespace) -> None:
     """Planned on ranks of this machine, from what it measures."""
     config = integrations.checked_config(args.model, args.layers)
     dtype, lengths = args.dtype or "float32", args.lengths or [128, 1024, 8192]
+    weights = args.weights or (SHARDED if args.ranks > 1 else "replicated")
     arguments = {
         "make": partial(integrations.make_model, config, args.layers, dtype=dtype),
         "batch": args.batch,
         "lengths": lengths,
+        "sharded": weights == SHARDED,
         "options": {
             "inner": "eager",
             "plan": args.plan,
@@ -199,15 +202,19 @@ def _plan_here(args: argparse.Namespace) -> None:
     too_long = {n: why for n, why in zip(lengths, found, strict=True) if isinstance(why, str)}
     if not reports:
         raise ValueError(too_long[min(lengths)])
+    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    setting = f"{Path(args.model).name} on {ranks} of this machine, weights {weights}"
+    console.print(setting)
     for report in reports:
         console.print(report if console.is_terminal else str(report))
         console.print()
     for n, why in too_long.items():
         console.print(f"{n:,} tokens: {why}")
-    for note in beyond_positions(config, max(lengths)):
-        console.print(f"note: {note}")
+    notes = beyond_positions(config, max(lengths))
+    _show_notes(console, notes)
     if args.json:
-        show_json({"plans": reports, "too_long": too_long})
+        told = {"plans": reports, "too_long": too_long, "notes": notes}
+        show_json({"setting": setting, **told})
 
 
 def _plan_on_paper(args: argparse.Namespace) -> None:
@@ -262,15 +269,16 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
         show_table(console, *table)
     lengths = [f.seq_len for of in outlook.forecasts.values() for f in of]
     beyond = beyond_positions(config, max([*lengths, *outlook.longest.values()]))
-    for note in [*notes_on(outlook), *beyond, *remarks(machine)]:
-        console.print(f"note: {note}")
+    notes = [*notes_on(outlook), *beyond, *remarks(machine)]
+    _show_notes(console, notes)
     if args.out:
         for line in write_charts(Path(args.out), "plan", page_of(title, outlook), tables):
             console.print(line)
     if args.json:
         known = ("limit_bytes", "batch", "dtype", "infeasible", "forecasts", "longest", "reaches")
         found = {name: getattr(outlook, name) for name in known}
-        show_json({"setting": title, "weight_dtype": getattr(torch, dtype), **found})
+        more = {"weight_dtype": getattr(torch, dtype), "notes": notes}
+        show_json({"setting": title, **more, **found})
 
 
 def _plan_batches_on_paper(args: argparse.Namespace) -> None:
@@ -305,8 +313,8 @@ def _plan_batches_on_paper(args: argparse.Namespace) -> None:
     console.print(title)
     for table in tables:
         show_table(console, *table)
-    for note in remarks(machine_of(cluster, num_gpus, computed)):
-        console.print(f"note: {note}")
+    notes = remarks(machine_of(cluster, num_gpus, computed))
+    _show_notes(console, notes)
     if args.out:
         page = page_of_batches(title, batches, found)
         for line in write_charts(Path(args.out), "plan", page, tables):
@@ -314,7 +322,12 @@ def _plan_batches_on_paper(args: argparse.Namespace) -> None:
         write_ways(Path(args.out) / "ways.json", ways, weights)
         console.print(f"wrote {Path(args.out) / 'ways.json'}")
     if args.json:
-        show_json({"setting": title, "batches": batches, "found": found})
+        show_json({"setting": title, "batches": batches, "found": found, "notes": notes})
+
+
+def _show_notes(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(f"note: {note}")
 
 
 def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weights: str) -> str:
