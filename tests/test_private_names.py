@@ -14,7 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_PYTORCH = {"_ActionsContainer", "_exit", "_from_config", "_train_batch_size"}
 """Of argparse, os, transformers."""
 
-OPERATORS = {"_foreach_zero_", "_local_scalar_dense", "_to_copy", "_unsafe_view"}
+OPERATORS = {
+    "_foreach_zero_",
+    "_is_all_true",
+    "_is_any_true",
+    "_local_scalar_dense",
+    "_to_copy",
+    "_unsafe_view",
+}
 """Of ATen, with an underscore in their names in every version."""
 
 HIDDEN = re.compile(

@@ -10,7 +10,12 @@ from paradyse.weights.sharded_tensor import ShardedTensor, relayout
 
 
 def relayout_weights(layouts: Sequence[tuple[ShardedTensor, ShardLayout]]) -> None:
-    """``relayout`` of weights and of all that shares memory with them, as ``.data`` does."""
+    """``relayout`` of weights, and of all that shares memory with them, as ``.data`` and what
+    ``state_dict()`` gave do; call it on every rank.
+
+    Args:
+        layouts: of each weight.
+    """
     moved = [x for x, layout in layouts if x.placement != layout]
     known = [o for o in gc.get_objects() if type(o) is ShardedTensor] if moved else []
     known = [o for o in known if hasattr(o, "local")]  # fakes have none

@@ -27,11 +27,13 @@ from scenes import SCENES as OF_DOCUMENTS
 from scenes import Scene
 
 import paradyse
+from paradyse.offline.devices import read_cluster
 
 BLOCKS = [*all_blocks(), *examples()]
 SCENES = (*OF_DOCUMENTS, *HELP_SCENES)
 PYTHON = [b for b in BLOCKS if b.language == "python"]
-LINES = [b for b in BLOCKS if b.language != "python"]
+LINES = [b for b in BLOCKS if b.language not in ("python", "toml")]
+CLUSTERS = [b for b in BLOCKS if b.language == "toml"]
 
 ELSEWHERE = {
     "dist.init_process_group()\ntorch.manual_seed(0)": "tests/test_readme.py",
@@ -154,6 +156,13 @@ def commands() -> list[tuple[str, str]]:
             if kind_of(line.strip() or "-") != "other":
                 found.append((block.at, re.sub(r"\s+#.*", "", line).strip()))
     return found
+
+
+def test_descriptions_of_clusters_are_read(tmp_path: Path) -> None:
+    assert CLUSTERS
+    for block in CLUSTERS:
+        (tmp_path / "cluster.toml").write_text(block.text)
+        assert read_cluster(str(tmp_path / "cluster.toml")).devices, block.at
 
 
 def test_every_indented_block_is_of_a_kind_that_is_checked() -> None:
