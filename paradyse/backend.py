@@ -33,7 +33,7 @@ from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planned_program import PlannedProgram
 from paradyse.profiling.step_reports import calls_of
 from paradyse.runtime import registry
-from paradyse.runtime.backward import refuse_inside_backward
+from paradyse.runtime.backward import refuse_inside_backward, send_kept
 from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.capture import (
     as_tensor_of,
@@ -55,6 +55,7 @@ from paradyse.runtime.weight_writes import apply_writes, may_write, take_writes
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import break_of, keep_graphs_whole, lookup_backend
 from paradyse.weights.moved_rows import relayout_weights
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.unshard import Shelf, gather, write_back
 
 log = logging.getLogger(__name__)
@@ -199,7 +200,10 @@ class Capture:
         call = self.agree(args, {"the shapes of the inputs": str(shapes)}, common)
         if call is None:
             return compute(*args)
-        return call.forward(lambda: compute(*args))
+        outputs = call.forward(lambda: compute(*args))
+        if call.trains:
+            send_kept(call, GradientSync(self.weights.held(), self.axis, self.replicas), outputs)
+        return outputs
 
     def _begin(self, args: Sequence[Any]) -> None:
         """A call with ``args`` begins."""

@@ -180,4 +180,49 @@ SHARED_FAULTS: tuple[Fault, ...] = (
         "        if False:",
         ("tests/profiling/test_measure.py::test_a_file_is_of_one_model",),
     ),
+    Fault(
+        "replicas send gradients together by what their own plans sum",
+        "paradyse/weights/no_sync.py",
+        "kinds = [(kept.replicas[w], type(w), w.dtype, reduce_dtype_of(w)) for w in ready]",
+        "kinds = [(kept.replicas[w], w.dtype, w.grad.own is None) for w in ready]",
+        ("tests/weights/test_no_sync.py::test_replicas_may_plan_apart[True]",),
+    ),
+    Fault(
+        "a last batch that is computed whole leaves what is kept back",
+        "paradyse/runtime/backward.py",
+        "        if sync.sends:",
+        "        if False:",
+        (
+            "tests/weights/test_no_sync.py::"
+            "test_the_last_batch_may_be_one_that_is_computed_whole[True]",
+        ),
+    ),
+    Fault(
+        "what shares memory with a weight that moves stays where it was",
+        "paradyse/weights/moved_rows.py",
+        "        alias.local, alias.placement = x.local, x.placement",
+        "        pass",
+        ("tests/weights/test_aliases.py::test_what_was_taken_before_the_first_call_moves_along",),
+    ),
+    Fault(
+        "gradients of rows that groups share are added up in 16 bits",
+        "paradyse/strategies/weight_stream.py",
+        "dtype = sum_dtype(like) if form.overlap else like.dtype",
+        "dtype = like.dtype",
+        ("tests/weights/test_reduce_dtype.py::test_groups_that_share_rows_add_up_in_float32",),
+    ),
+    Fault(
+        "a log-sum-exp over ranks is rounded before it is taken off",
+        "paradyse/strategies/split_losses.py",
+        "    total = split_logsumexp(columns, wide, dim, keepdim=True)",
+        "    total = split_logsumexp(columns, x, dim, keepdim=True)",
+        ("tests/strategies/test_split_losses.py::test_log_probabilities_are_rounded_once",),
+    ),
+    Fault(
+        "a sink that is switched off has no number where no key is seen",
+        "kernels/sinks.py",
+        ".masked_fill_(unseeing, 0)[..., None]",
+        "[..., None]",
+        ("tests/kernels/test_sinks.py::test_a_sink_may_be_switched_off",),
+    ),
 )

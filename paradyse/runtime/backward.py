@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,3 +87,22 @@ class BeginOnce:
 
     def _end(self) -> None:
         self._has_begun = False
+
+
+def send_kept(call: Call, sync: GradientSync, outputs: Sequence[Any]) -> None:
+    """Have a backward through a call that every rank computes whole send the gradients that
+    ``no_sync`` has kept back, if there are any then: of its own it sends nothing.
+
+    Args:
+        call, sync: as of ``begin_backward``.
+        outputs: of the call.
+    """
+    begin = BeginOnce(call, sync)
+
+    def begin_if_kept(grad: Tensor) -> None:
+        if sync.sends:
+            begin(grad)
+
+    for x in outputs:
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(begin_if_kept)

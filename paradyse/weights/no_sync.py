@@ -191,6 +191,12 @@ class GradientSync:
         at_end_of_backward(self._send)
         return state
 
+    @property
+    def sends(self) -> bool:
+        """Whether a backward that begins now sends what earlier ones have kept back."""
+        kept = self.axis.session.of(_Kept)
+        return bool(kept.waiting()) and not any(w in _INSIDE for w in self.weights)
+
     def have_same(self, number: int) -> bool:
         """Whether the ranks of the call have this ``number``, as far as the message tells that
         tells of the backward under way.

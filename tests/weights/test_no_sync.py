@@ -16,6 +16,7 @@ import torch.distributed as dist
 from harness import RankPool
 from models import make_batch, make_model, relative, whole
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import paradyse
@@ -173,19 +174,39 @@ def test_autocast(pool2: RankPool) -> None:
     assert max(pool2.run(under_autocast, timeout_s=100)) < 1e-6
 
 
-def over_replicas(sharded: bool) -> float:
-    from torch.distributed.device_mesh import init_device_mesh
+def whole_calls(sharded: bool) -> float:
+    """Batches of one token, which every rank computes whole: the first, another one inside, and the
+    last, behind which nothing may be left to send."""
+    run, found, lengths = Run(["megatron_cz", "megatron_ts"], sharded), [], (1, 9, 1, 10, 1)
+    for later in (True, False):
+        run.model.zero_grad()
+        with paradyse.no_sync(run.model) if later else contextlib.nullcontext():
+            for length in lengths[:-1]:
+                run.backward(length)
+        run.backward(lengths[-1])
+        assert not run.partial()
+        found.append(run.grads())
+    return largest_error(*found)
 
+
+@pytest.mark.broad(but="True")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_last_batch_may_be_one_that_is_computed_whole(sharded: bool, pool2: RankPool) -> None:
+    assert max(pool2.run(whole_calls, sharded, timeout_s=100)) < EXACT
+
+
+def two_replicas() -> DeviceMesh:
     shape = (2, dist.get_world_size() // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
-    return errors(["megatron_cz", "megatron_ts"], sharded, {"mesh": mesh})
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
+
+
+def over_replicas(sharded: bool) -> float:
+    return errors(["megatron_cz", "megatron_ts"], sharded, {"mesh": two_replicas()})
 
 
 def replicas_that_plan_apart(sharded: bool) -> float:
     """Each has plans of its own, under which other parts of a weight's gradient are summed."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    mesh = two_replicas()
     cz, ts = "megatron_cz", "megatron_ts"
     plans = [cz, cz, ts] if mesh.get_local_rank("data") else [ts, cz, cz]
     return errors(plans, sharded, {"mesh": mesh})
