@@ -318,7 +318,7 @@ CLUSTERS: dict[str, tuple[str | bytes, Words]] = {
     "a bandwidth of nan": ('devices = [{base = "a100-80gb", memory_bandwidth = nan}]', "above 0"),
     "a bandwidth of inf": ('devices = [{base = "a100-80gb", link_bandwidth = inf}]', "at most"),
     "a name of 3": ('devices = [{base = "a100-80gb", name = 3}]', "name = 3; give a text"),
-    "too few fields": ('devices = [{name = "mine"}]', "missing"),
+    "too few fields": ('devices = [{name = "mine"}]', "mine lacks matmul_flops, memory_bandwidth"),
     "rates of no table": ('devices = [{base = "a100-80gb", matmul_flops = 1e15}]', "give a table"),
     "an unknown dtype": (
         'devices = [{base = "a100-80gb", matmul_flops = {bf16 = 1e15}}]',

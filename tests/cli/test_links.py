@@ -101,7 +101,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_links_are_limited_as_asked() -> None:
     assert chosen(link=8e8) == (8e8, "links: 800mbit each")
     assert chosen() == (None, "links: as they are")
-    assert chosen(ranks=1, link=8e8) == (None, "no links")
+    assert chosen(ranks=1) == (None, "no links")
+    with pytest.raises(ValueError, match="--link is of links between ranks: give --ranks 2"):
+        chosen(ranks=1, link=8e8)
     rate, words = chosen(like="a100-nvlink")
     assert rate == pytest.approx(8 * 104e9 / 1040)  # 312 Tflop/s over 300 GB/s
     assert "800mbit" in words and "1,040 operations per byte sent of a100-nvlink" in words
