@@ -37,8 +37,8 @@ from paradyse.weights.shard import full_state_dict, is_sharded
 
 log = logging.getLogger(__name__)
 
-_COMPILED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models by ``compile_unless_compiled``, which may see them again."""
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Models by ``compile_unless_compiled``, which may see them again -> their options."""
 
 SHARDS = "shards"
 """Folders in a checkpoint with sharded models and their optimizers are named so, or begin so."""
@@ -268,8 +268,8 @@ def compile_unless_compiled(owner: Any, model: nn.Module, options: Mapping[str, 
     """Compile ``model`` in place for ``owner`` by ``options``, unless it is compiled already."""
     if compiled_call_of(model) is None and original_module(model) is model:
         model.compile(backend="paradyse", options=dict(options))
-        _COMPILED.add(model)
-    elif model not in _COMPILED and set(options) - {"mesh"}:
+        _COMPILED[model] = dict(options)
+    elif set(options) - {"mesh"} and _COMPILED.get(model) != options:
         log.warning(
             "%s was compiled before it was given to %s: it keeps the options that it was compiled "
             "with, and backend_options are not used for it",

@@ -255,7 +255,9 @@ def test_options_for_a_compiled_model_are_told_of(caplog: pytest.LogCaptureFixtu
     compile_unless_compiled(caplog, other, {"mesh": None})
     assert not caplog.messages
     compile_unless_compiled(caplog, other, options)
-    assert "Linear was compiled before it was given to LogCaptureFixture" in caplog.messages[0]
+    compile_unless_compiled(caplog, model, {**options, "plan": "metp"})
+    for text in (caplog.messages[0], caplog.messages[1]):
+        assert "Linear was compiled before it was given to LogCaptureFixture" in text
 
 
 def test_a_model_of_another_backend_is_refused(pool2: RankPool) -> None:

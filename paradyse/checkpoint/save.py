@@ -224,6 +224,11 @@ def _entries(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str,
 def _named(key: Any, names: Sequence[str]) -> Any:
     """The name of the parameter that an optimizer's state has as number ``key``; what it has of its
     own, beside parameters, is as it is."""
+    if key in names:
+        raise ValueError(
+            f"the optimizer's state has an entry {key!r} beside those of parameters, and the model "
+            "a parameter of that name: give the entry another one"
+        )
     return names[key] if isinstance(key, int) else key
 
 

@@ -177,6 +177,15 @@ def test_what_cannot_be_saved_or_given_is_refused(tmp_path: Path) -> None:
     assert not mute.weight.any()
 
 
+def test_an_entry_beside_parameters_may_not_have_the_name_of_one(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["weight"] = {"steps": 1}  # type: ignore[index]
+    with pytest.raises(ValueError, match="an entry 'weight' beside those of parameters"):
+        paradyse.save_checkpoint(tmp_path / "run", model, optimizer, step=1)
+    assert not any((tmp_path / "run").iterdir())
+
+
 def test_an_outline_has_all_but_the_values() -> None:
     value = {"a": [1, [torch.ones(1)]], 3: ({},), "b": [], 4: {}}
     outline = outline_of(value, "x")
